@@ -1,0 +1,266 @@
+"""The Python API: `plan(...)`, and the plan that it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decision_rules.ladder import Choice, Objective, choose
+from decision_rules.support import Executor, Verdict, candidates, check, semantics
+from estimators import devices
+from estimators.devices import Device, DeviceKind
+from estimators.estimate import GIB, Estimate, Estimator
+from estimators.schedule import Schedule
+from estimators.step_time import Clock
+from probes import store
+from probes.profile import Profile
+from probes.structure import Structure
+from probes.workload import Workload, WorkloadError, from_request
+
+PLAN_FORMAT = 1
+
+
+class PlanError(ValueError):
+    """A plan file cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Workload, device, estimates of every schedule, the chosen one and why."""
+
+    workload: Workload
+    device: Device
+    executor: Executor
+    objective: Objective
+    profile_source: str
+    structure: Structure
+    schedules: tuple[Estimate, ...]
+    choice: Choice
+    warnings: tuple[str, ...]
+    versions: Mapping[str, str]
+
+    @property
+    def recommended(self) -> Estimate | None:
+        """None: nothing fits."""
+        return self.choice.chosen
+
+    @property
+    def schedule(self) -> Schedule:
+        """The recommended schedule, for `apply`.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        if self.choice.chosen is None:
+            raise PlanError(self.choice.reasons[0])
+        return self.choice.chosen.schedule
+
+    @property
+    def export(self) -> dict[str, Any]:
+        """The trainer's JSON keys for the recommended schedule."""
+        from advisor.exporters import simpletuner
+
+        return simpletuner(self.schedule)
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer in the product's JSON contract."""
+        recommended: dict[str, Any] | None = None
+        if self.choice.chosen is not None:
+            recommended = {**self.choice.chosen.to_json(), "export": self.export, "reasons": list(self.choice.reasons)}
+        return {
+            "workload": self.workload.describe(),
+            "device": {
+                "name": self.device.name,
+                "usable_gib": round(self.device.usable_bytes / GIB, 2),
+                "kind": str(self.device.kind),
+                "note": self.device.note,
+            },
+            "executor": str(self.executor),
+            "objective": str(self.objective),
+            "profile": self.profile_source,
+            "schedules": [e.to_json() for e in self.schedules],
+            "recommended": recommended,
+            "reasons": list(self.choice.reasons),
+            "faster": None if self.choice.faster is None else self.choice.faster.schedule.name,
+            "warnings": list(self.warnings),
+            "versions": dict(self.versions),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON, whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        content = {"plan_format": PLAN_FORMAT, **self.to_json()}
+        store.atomic_write(Path(path), (json.dumps(content, indent=2) + "\n").encode())
+
+
+def device_for(
+    *, gpu: str | None = None, vram_gib: float | None = None, detect: Callable[[], Device | None] | None = None
+) -> Device | None:
+    """The device that an answer is for: named, hypothetical, or the GPU that is present. None: none of these.
+
+    Raises:
+        DeviceError: unknown name or impossible memory.
+        WorkloadError: both a name and a memory size.
+    """
+    if gpu is not None and vram_gib is not None:
+        raise WorkloadError("--gpu and --vram exclude each other; give one")
+    if gpu is not None:
+        return devices.find_gpu(gpu)
+    if vram_gib is not None:
+        return devices.from_vram(vram_gib)
+    return detect() if detect is not None else None
+
+
+def profile_for(
+    workload: Workload,
+    device: Device,
+    warn: Callable[[str], None],
+    *,
+    refresh: bool = False,
+    progress: Callable[[], Any] = contextlib.nullcontext,
+) -> Profile:
+    """The workload's profile for a kind of device, from the cache or traced now.
+
+    Args:
+        progress: makes a context manager that is entered only when something slow has to be done.
+
+    Raises:
+        TraceError, WorkloadError: the model cannot be traced as asked.
+    """
+    from probes.target import Target
+
+    capability = device.capability or (8, 0)
+    target = Target("cpu") if device.kind is DeviceKind.CPU else Target("cuda", capability, workload.attention)
+
+    def build() -> Profile:
+        with progress():
+            from probes.traced import trace
+
+            return trace(workload, target)
+
+    return store.get(workload, target.key(), "traced", build, warn, refresh=refresh)
+
+
+@dataclass
+class Session:
+    """Answers many requests; keeps profiles, clocks and allocator results between them."""
+
+    refresh: bool = False
+    progress: Callable[[], Any] = contextlib.nullcontext
+
+    def __post_init__(self) -> None:
+        self._profiles: dict[tuple[Any, ...], tuple[Profile, tuple[str, ...]]] = {}
+        self._clocks: dict[tuple[Any, ...], Clock] = {}
+
+    def _profile(self, workload: Workload, device: Device) -> tuple[Profile, tuple[str, ...]]:
+        traced = dataclasses.replace(workload, optimizer="", alpha=0.0, caption_tokens=0)
+        key = (traced, device.kind is DeviceKind.CPU, (device.capability or (8, 0)) >= (8, 0))
+        if key not in self._profiles:
+            if len(self._profiles) >= 64:
+                self._profiles.pop(next(iter(self._profiles)))
+            warnings: list[str] = []
+            profile = profile_for(workload, device, warnings.append, refresh=self.refresh, progress=self.progress)
+            self._profiles[key] = (profile, tuple(warnings))
+        profile, warned = self._profiles[key]
+        return dataclasses.replace(profile, workload=workload), warned
+
+    def plan(
+        self,
+        workload: Workload,
+        device: Device,
+        executor: Executor = Executor.BUNDLED,
+        objective: Objective = Objective.LADDER,
+        *,
+        headroom: int = 0,
+        host_ram: int | None = None,
+        schedules: Sequence[Schedule] | None = None,
+    ) -> Plan:
+        """Estimates every schedule (or the given ones) and chooses.
+
+        Raises:
+            TraceError, WorkloadError, ScheduleError: the request cannot be answered.
+        """
+        profile, warnings = self._profile(workload, device)
+        family = workload.model
+        meaning = semantics(executor, family)
+        cache_name = f"{store.key(workload, profile.target, profile.source)}.reserved.json"
+        reserved = store.read_small(cache_name)
+        known = len(reserved)
+        estimator = Estimator(profile, device, meaning, headroom=headroom, host_ram=host_ram, reserved_cache=reserved)
+        wanted = list(schedules) if schedules is not None else candidates(executor, family, profile.structure)
+        estimates: list[Estimate] = []
+        for schedule in wanted:
+            verdict: Verdict = check(executor, family, profile.structure, schedule)
+            if not verdict.supported:
+                estimates.append(Estimate(schedule, False, verdict.reason))
+                continue
+            found = estimator.estimate(verdict.effective, notes=verdict.notes)
+            estimates.append(dataclasses.replace(found, schedule=schedule))
+        if len(reserved) != known:
+            store.write_small(cache_name, reserved)
+        notes = [*warnings, *profile.notes]
+        if device.note:
+            notes.append(device.note)
+        return Plan(
+            workload=workload,
+            device=device,
+            executor=executor,
+            objective=objective,
+            profile_source=profile.source,
+            structure=profile.structure,
+            schedules=tuple(estimates),
+            choice=choose(estimates, objective, estimator.capacity),
+            warnings=tuple(dict.fromkeys(notes)),
+            versions=profile.versions,
+        )
+
+
+def plan(
+    model: str,
+    *,
+    gpu: str | None = None,
+    vram_gib: float | None = None,
+    executor: str = "bundled",
+    objective: str = "ladder",
+    headroom_gib: float = 0.0,
+    host_ram_gib: float | None = None,
+    schedules: Sequence[Schedule] | None = None,
+    **options: Any,
+) -> Plan:
+    """Predicts every schedule of a training job on a device and picks one.
+
+    Args:
+        model: a name as `advise models` lists it.
+        gpu: a card's name; or `vram_gib`: its memory. Neither: the GPU of this machine.
+        executor: bundled, simpletuner or diffusers.
+        objective: ladder, fastest or smallest.
+        headroom_gib: memory to leave free on the device.
+        host_ram_gib: memory that offloading may use on the host.
+        schedules: only these; default: all that the executor supports for the model.
+        options: the command's other options by name (variant, resolution, frames, batch, rank, precision, ...).
+
+    Raises:
+        UnknownModelError, WorkloadError, DeviceError, TraceError: with one clear line.
+    """
+    from advisor.present import detect_gpu
+
+    device = device_for(gpu=gpu, vram_gib=vram_gib, detect=detect_gpu)
+    if device is None:
+        raise WorkloadError("this machine has no GPU; say which card to plan for with gpu= or vram_gib=")
+    return Session().plan(
+        from_request({"model": model, **options}),
+        device,
+        Executor(executor),
+        Objective(objective),
+        headroom=round(headroom_gib * GIB),
+        host_ram=None if host_ram_gib is None else round(host_ram_gib * GIB),
+        schedules=schedules,
+    )

@@ -1,0 +1,1 @@
+"""Facts only (catalogue, GPU table, measurements, calibration); read as package resources, never imported as `data`."""

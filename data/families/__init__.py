@@ -1,0 +1,1 @@
+"""One fact sheet a model family."""

@@ -1,0 +1,177 @@
+"""The documented ladder, and the two other objectives. Input: estimates; output: one of them, with a reason for each rung."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from estimators.estimate import GIB, Estimate
+from estimators.schedule import Backend, Schedule
+
+
+class Objective(StrEnum):
+    """What to choose by."""
+
+    LADDER = "ladder"
+    """The first rung that fits, then an interval and a stride where they buy time back."""
+    FASTEST = "fastest"
+    """The shortest predicted step of all that fit."""
+    SMALLEST = "smallest"
+    """The lowest predicted peak."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen and why."""
+
+    chosen: Estimate | None
+    """None: nothing fits."""
+    reasons: tuple[str, ...]
+    faster: Estimate | None = None
+    """A schedule that fits and is predicted faster than the ladder's answer."""
+
+
+RUNGS = (Backend.NONE, Backend.TORCH_FFN, Backend.TORCH, Backend.UNSLOTH_FFN, Backend.UNSLOTH)
+NOTICEABLE = 0.01
+"""Relative difference in predicted step time below which two schedules count as equally fast."""
+
+
+def _gib(value: int) -> str:
+    return f"{value / GIB:.1f} GiB"
+
+
+def _seconds(estimate: Estimate) -> str:
+    return "unknown time" if estimate.step_seconds is None else f"{estimate.step_seconds:.3g} s a step"
+
+
+def _key(estimate: Estimate) -> tuple[float, int]:
+    return (estimate.step_seconds if estimate.step_seconds is not None else float("inf"), estimate.peak)
+
+
+def choose(estimates: Sequence[Estimate], objective: Objective, capacity: int) -> Choice:
+    """Picks one estimate.
+
+    Args:
+        estimates: all schedules of the family, unsupported ones included.
+        capacity: bytes that the allocator may reserve on the device.
+    """
+    usable = [e for e in estimates if e.supported]
+    fitting = [e for e in usable if e.fits]
+    if not fitting:
+        return Choice(None, _why_nothing_fits(usable, capacity))
+    if objective is Objective.SMALLEST:
+        best = min(fitting, key=lambda e: (e.peak, _key(e)))
+        return Choice(best, (f"{best.schedule.name} has the lowest predicted peak, {_gib(best.peak)}",))
+    if objective is Objective.FASTEST:
+        best = min(fitting, key=_key)
+        return Choice(
+            best, (f"{best.schedule.name} is the fastest of {len(fitting)} schedules that fit, {_seconds(best)}",)
+        )
+    return _ladder(usable, capacity)
+
+
+def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
+    by_schedule: Mapping[Schedule, Estimate] = {e.schedule: e for e in usable}
+    fitting = [e for e in usable if e.fits]
+    reasons: list[str] = []
+    reached: Estimate | None = None
+    lowest: int | None = None
+    for backend in RUNGS:
+        rung = by_schedule.get(Schedule(backend))
+        name = "no checkpointing" if backend is Backend.NONE else backend.value
+        if rung is None:
+            reasons.append(f"{name}: skipped, not supported for this model here")
+            continue
+        if lowest is not None and rung.peak >= lowest:
+            reasons.append(
+                f"{name}: skipped, its peak of {_gib(rung.peak)} is not below the previous rung's {_gib(lowest)}"
+            )
+            continue
+        lowest = rung.peak
+        if rung.fits:
+            reasons.append(f"{name}: fits, peak {_gib(rung.peak)} of {_gib(capacity)}, {_seconds(rung)}")
+            reached = rung
+            break
+        reasons.append(f"{name}: does not fit, peak {_gib(rung.peak)} of {_gib(capacity)}")
+    if reached is None:
+        reached = min(fitting, key=lambda e: (e.peak, _key(e)))
+        reasons.append(f"{reached.schedule.name}: the only kind of schedule that fits, peak {_gib(reached.peak)}")
+    chosen = reached
+    backend = reached.schedule.backend
+    if backend is not Backend.NONE:
+        variants = [
+            e
+            for e in fitting
+            if e.schedule.backend is backend
+            and e.schedule.interval
+            and e.schedule.offload_attention == reached.schedule.offload_attention
+        ]
+        tries = (
+            ("interval", [e for e in variants if e.schedule.stride is None]),
+            ("segment_stride", [e for e in variants if e.schedule.stride is not None]),
+        )
+        for knob, group in tries:
+            if not group:
+                continue
+            best = min(group, key=_key)
+            if (
+                best.step_seconds is not None
+                and chosen.step_seconds is not None
+                and best.step_seconds < chosen.step_seconds * (1 - NOTICEABLE)
+            ):
+                gain = 1 - best.step_seconds / chosen.step_seconds
+                reasons.append(
+                    f"{best.schedule.name}: {knob} saves {gain:.0%} of the step time and still fits, peak {_gib(best.peak)}"
+                )
+                chosen = best
+            else:
+                reasons.append(f"{knob}: none that fits is noticeably faster than {chosen.schedule.name}")
+    faster = min(fitting, key=_key)
+    if faster is not chosen and faster.step_seconds is not None and chosen.step_seconds is not None:
+        if faster.step_seconds < chosen.step_seconds * (1 - NOTICEABLE):
+            gain = 1 - faster.step_seconds / chosen.step_seconds
+            reasons.append(
+                f"{faster.schedule.name} also fits and is predicted {gain:.0%} faster ({_seconds(faster)}, peak {_gib(faster.peak)})"
+            )
+        else:
+            faster = chosen
+    return Choice(chosen, tuple(reasons), None if faster is chosen else faster)
+
+
+_KNOBS = {
+    "weights": "a quantised base (--precision) or weights offload",
+    "adapter": "a lower --rank",
+    "gradients": "training fewer parameters (--adapter lora, a lower --rank)",
+    "optimizer": "an optimizer with less state (--optimizer adamw8bit, optimi-lion)",
+    "saved": "a smaller batch, resolution or number of frames",
+    "transient": "a smaller batch, resolution or number of frames",
+    "inputs": "a smaller batch",
+    "workspace": "a card with more memory",
+}
+
+
+def _why_nothing_fits(usable: Sequence[Estimate], capacity: int) -> tuple[str, ...]:
+    if not usable:
+        return ("no schedule is supported for this model by this executor",)
+    best = min(usable, key=lambda e: e.peak)
+    largest = max(best.breakdown.items(), key=lambda kv: kv[1])
+    over = best.peak - capacity
+    if over > 0:
+        lines = [
+            f"nothing fits: the smallest schedule, {best.schedule.name}, needs {_gib(best.peak)} and {_gib(capacity)} are usable "
+            f"({_gib(over)} too much)"
+        ]
+    else:
+        why = best.notes[-1] if best.notes else "the allocator cannot place it"
+        lines = [
+            f"nothing fits: the smallest schedule, {best.schedule.name}, needs {_gib(best.peak)} of {_gib(capacity)}, but {why}"
+        ]
+    part, size = largest
+    if part in ("weights", "adapter", "gradients", "optimizer", "workspace"):
+        lines.append(
+            f"the largest part of its peak is {part} ({_gib(size)}), which checkpointing cannot lower; {_KNOBS[part]} can"
+        )
+    else:
+        lines.append(f"the largest part of its peak is {part} ({_gib(size)}); {_KNOBS[part]} lowers it")
+    return tuple(lines)

@@ -1,0 +1,1 @@
+"""Profile + schedule + device -> estimate: memory timeline, allocator, step time, bands."""

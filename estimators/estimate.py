@@ -1,0 +1,273 @@
+"""Profile + schedule + device -> estimate. The one place where memory, allocator, step time and bands come together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from estimators import allocator, optimizers
+from estimators.bands import Bands, default_bands
+from estimators.devices import Device, DeviceKind
+from estimators.memory import Memory, Replay, Resident, exact
+from estimators.schedule import IntervalForm, Resolution, Schedule, resolve
+from estimators.step_time import Clock, StepTime
+from probes.profile import Profile
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """What the controls mean to an executor and a family."""
+
+    interval_form: IntervalForm = IntervalForm.SEGMENTS
+    interval_selects_ffn: bool = True
+    trainer_ffn_scope: bool = False
+    copies_out_overlap: bool = False
+    """Device-to-host copies run on a stream of their own."""
+
+    def resolve(self, schedule: Schedule, profile: Profile) -> Resolution:
+        return resolve(
+            schedule,
+            profile.structure,
+            self.interval_form,
+            interval_selects_ffn=self.interval_selects_ffn,
+            trainer_ffn_scope=self.trainer_ffn_scope,
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One schedule on one device. Bytes and seconds."""
+
+    schedule: Schedule
+    supported: bool
+    reason: str | None
+    """Why it is not supported."""
+    peak: int = 0
+    peak_low: int = 0
+    peak_high: int = 0
+    reserved: int = 0
+    device: int = 0
+    """What the driver shows: reserved plus the context."""
+    host: int = 0
+    step_seconds: float | None = None
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
+    fits: bool = False
+    fit_probability: float = 0.0
+    phase: str = ""
+    """Where in the step the peak is."""
+    breakdown: Mapping[str, int] = field(default_factory=dict)
+    recompute_seconds: float | None = None
+    copy_seconds: float | None = None
+    launch_bound: bool = False
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """An entry of ``schedules`` in the product's JSON contract (GiB, seconds)."""
+
+        def gib(value: int) -> float:
+            return round(value / GIB, 4)
+
+        def seconds(value: float | None) -> float | None:
+            return None if value is None else round(value, 6)
+
+        try:
+            controls: dict[str, Any] = self.schedule.to_controls()
+        except ValueError:
+            controls = {"actions": [str(a) for a in self.schedule.actions or ()]}
+        head = {"name": self.schedule.name, "controls": controls, "supported": self.supported, "reason": self.reason}
+        if not self.supported:
+            empty = dict.fromkeys(
+                ("peak_gib", "peak_gib_low", "peak_gib_high", "reserved_gib", "device_gib", "host_gib",
+                 "step_seconds", "step_seconds_low", "step_seconds_high", "fits", "fit_probability", "breakdown")
+            )  # fmt: skip
+            return {**head, **empty, "notes": list(self.notes)}
+        return {
+            **head,
+            "peak_gib": gib(self.peak),
+            "peak_gib_low": gib(self.peak_low),
+            "peak_gib_high": gib(self.peak_high),
+            "reserved_gib": gib(self.reserved),
+            "device_gib": gib(self.device),
+            "host_gib": gib(self.host),
+            "step_seconds": seconds(self.step_seconds),
+            "step_seconds_low": seconds(self.step_seconds_low),
+            "step_seconds_high": seconds(self.step_seconds_high),
+            "fits": self.fits,
+            "fit_probability": round(self.fit_probability, 4),
+            "breakdown": {k: gib(v) for k, v in self.breakdown.items()},
+            "peak_phase": self.phase,
+            "recompute_seconds": seconds(self.recompute_seconds),
+            "copy_seconds": seconds(self.copy_seconds),
+            "launch_bound": self.launch_bound,
+            "notes": list(self.notes),
+        }
+
+
+class Estimator:
+    """Estimates many schedules of one profile on one device.
+
+    Args:
+        headroom: bytes to leave free on the device.
+        host_ram: bytes that offloading may use on the host; None: not checked.
+        reserved_cache: results of earlier allocator simulations, read and added to (keys are opaque).
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        device: Device,
+        semantics: Semantics,
+        *,
+        headroom: int = 0,
+        host_ram: int | None = None,
+        bands: Bands | None = None,
+        clock: Clock | None = None,
+        reserved_cache: dict[str, Any] | None = None,
+    ) -> None:
+        self.profile, self.device, self.semantics = profile, device, semantics
+        self.headroom, self.host_ram = headroom, host_ram
+        self.bands = bands or default_bands()
+        self.on_cpu = device.kind is DeviceKind.CPU
+        self.counted = exact if self.on_cpu else allocator.block_bytes
+        self.replay = Replay(profile, self.counted)
+        self.clock = clock or Clock(profile, device)
+        self.resident = self._resident()
+        self.reserved_cache = reserved_cache if reserved_cache is not None else {}
+
+    def _resident(self) -> Resident:
+        p = self.profile
+
+        def total(sizes: list[tuple[int, int]]) -> int:
+            if not sizes:
+                return 0
+            counted = self.counted(np.array([s for s, _ in sizes], np.int64))
+            return int((counted * np.array([n for _, n in sizes])).sum())
+
+        trained = [(n * size, count) for n, size, count in p.trained_sizes]
+        is_full = p.workload.adapter == "full"
+        optimizer = p.workload.optimizer
+        return Resident(
+            weights=total(list(p.base_sizes)) + (total(trained) if is_full else 0),
+            adapter=0 if is_full else total(trained),
+            optimizer=total(optimizers.state_sizes(optimizer, p.trained_sizes, on_cpu=self.on_cpu)),
+            inputs=total([(b, 1) for b in p.input_bytes]),
+            workspace=self.device.workspace_bytes,
+            optimizer_transient=optimizers.step_transient(optimizer, p.trained_sizes, on_cpu=self.on_cpu),
+            device_is_host=self.on_cpu,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that the allocator may reserve."""
+        return self.device.usable_bytes - self.device.context_bytes - self.headroom
+
+    def estimate(self, schedule: Schedule, *, notes: tuple[str, ...] = ()) -> Estimate:
+        """Peak, step time and fit of one schedule.
+
+        Raises:
+            ScheduleError: the schedule does not suit the model's structure.
+        """
+        resolution = self.semantics.resolve(schedule, self.profile)
+        memory = self.replay.run(resolution, self.resident)
+        time = self.clock.step(memory, copies_out_overlap=self.semantics.copies_out_overlap)
+        reserved, fits, more = self._reserved(schedule, resolution, memory)
+        low, high = self.bands.peak(memory.peak)
+        sigma = max(high - low, 1) / (2 * 1.96)
+        probability = 0.5 * (1 + math.erf((self.capacity - memory.peak) / (sigma * math.sqrt(2))))
+        all_notes = [*notes, *resolution.notes, *more]
+        if fits and self.host_ram is not None and memory.host_peak > self.host_ram:
+            fits, probability = False, 0.0
+            all_notes.append(
+                f"needs {memory.host_peak / GIB:.1f} GiB of host memory, {self.host_ram / GIB:.1f} GiB given"
+            )
+        return Estimate(
+            schedule=schedule,
+            supported=True,
+            reason=None,
+            peak=memory.peak,
+            peak_low=low,
+            peak_high=high,
+            reserved=reserved,
+            device=reserved + self.device.context_bytes,
+            host=memory.host_peak,
+            **self._times(time),
+            fits=fits,
+            fit_probability=probability,
+            phase=memory.phase,
+            breakdown=memory.breakdown,
+            notes=tuple(dict.fromkeys(all_notes)),
+        )
+
+    def _times(self, time: StepTime | None) -> dict[str, Any]:
+        if time is None:
+            return {}
+        low, high = self.bands.time(time.total)
+        return {
+            "step_seconds": time.total,
+            "step_seconds_low": low,
+            "step_seconds_high": high,
+            "recompute_seconds": time.recompute,
+            "copy_seconds": time.copies,
+            "launch_bound": time.launch_bound,
+        }
+
+    def _reserved(self, schedule: Schedule, resolution: Resolution, memory: Memory) -> tuple[int, bool, list[str]]:
+        """(bytes reserved, whether the step runs within the capacity, notes)."""
+        if self.on_cpu:
+            return memory.peak, memory.peak <= self.capacity, []
+        if memory.peak > self.capacity:
+            return memory.peak, False, []
+        key = f"{schedule.name}|{self.semantics}|{self.profile.workload.optimizer}|{self.resident.workspace}"
+        if key not in self.reserved_cache:
+            self.reserved_cache[key] = self._simulate(resolution, None)[0]
+        reserved = int(self.reserved_cache[key])
+        if reserved <= self.capacity:
+            return reserved, True, []
+        capped_key = f"{key}|{self.capacity}"
+        if capped_key not in self.reserved_cache:
+            self.reserved_cache[capped_key] = list(self._simulate(resolution, self.capacity))
+        capped, failed = self.reserved_cache[capped_key]
+        if failed:
+            return (
+                reserved,
+                False,
+                [
+                    "the allocator's fragmentation does not leave room; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps"
+                ],
+            )
+        return (
+            int(capped),
+            True,
+            ["fits only because the allocator gives cached memory back and tries again, which costs time"],
+        )
+
+    def _simulate(self, resolution: Resolution, cap: int | None) -> tuple[int, bool]:
+        """(reserved peak, out of memory) of one step of the caching allocator, weights and states allocated first."""
+        p = self.profile
+        sizes: list[int] = []
+        for size, count in p.base_sizes:
+            sizes += [size] * count
+        for n, size, count in p.trained_sizes:
+            sizes += [n * size] * count
+        for size, count in optimizers.state_sizes(p.workload.optimizer, p.trained_sizes):
+            sizes += [size] * count
+        sizes += [*p.input_bytes, *self.device.workspaces]
+        resident = np.array(sizes, np.int64)
+        ids, signed = self.replay.events(resolution, self.resident)
+        first = len(resident)
+        all_ids = np.concatenate([np.arange(first), ids + first])
+        all_sizes = np.concatenate([resident, signed])
+        if self.resident.optimizer_transient:
+            last = int(all_ids.max()) + 1
+            all_ids = np.concatenate([all_ids, [last, last]])
+            t = self.resident.optimizer_transient
+            all_sizes = np.concatenate([all_sizes, [t, -t]])
+        result = allocator.simulate(all_ids.astype(np.int32), all_sizes, cap_bytes=cap)
+        return result.reserved_peak, result.out_of_memory

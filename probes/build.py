@@ -1,0 +1,240 @@
+"""Builds what is trained: the real model class, its adapter, one batch of inputs. On meta, as fake tensors, or for real."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from probes.expressions import evaluate
+from probes.workload import Workload, WorkloadError
+
+
+class BuildError(RuntimeError):
+    """The model could not be built as asked."""
+
+
+@dataclass
+class Job:
+    """A model in training mode with one batch; the same object serves a trace and a real run."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    target: torch.Tensor
+    output_stack: bool
+    autocast: torch.dtype | None
+    """None: no autocast."""
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences the import-time chatter of the model libraries."""
+    names = ("transformers", "diffusers", "peft")
+    levels = {n: logging.getLogger(n).level for n in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in names:
+            logging.getLogger(n).setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for n, level in levels.items():
+                logging.getLogger(n).setLevel(level)
+
+
+def model_class(reference: str) -> type[nn.Module]:
+    """``module:Class`` as a class.
+
+    Raises:
+        BuildError: no such module or class.
+    """
+    module_name, _, class_name = reference.partition(":")
+    with quiet():
+        try:
+            found = getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            raise BuildError(f"{reference}: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise BuildError(f"{reference} is not a torch module class")
+    return found
+
+
+def config_of(workload: Workload) -> dict[str, Any]:
+    """Constructor arguments of the workload's model."""
+    family = workload.family
+    config = dict(family.variant(workload.variant).config)
+    if workload.reduced:
+        config |= family.reduced.config
+    return config
+
+
+def build_base(workload: Workload) -> nn.Module:
+    """The model without adapter, float32, on the current default device (use ``torch.device("meta")`` for no memory)."""
+    with quiet():
+        return model_class(workload.family.model_class)(**config_of(workload))
+
+
+def symbols(workload: Workload, model: nn.Module) -> dict[str, int]:
+    """What the shape expressions of a fact sheet may name."""
+    names: dict[str, int] = {k: v for k, v in dict(getattr(model, "config", {})).items() if isinstance(v, int)}
+    if "out_channels" not in names and "in_channels" in names:
+        names["out_channels"] = names["in_channels"]
+    return names | {
+        "B": workload.batch,
+        "H": workload.height,
+        "W": workload.width,
+        "F": workload.frames,
+        "T": workload.text_tokens,
+    }
+
+
+def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = False) -> None:
+    """Freezes the base and adds a LoRA (or, for ``full``, makes every parameter trainable).
+
+    Args:
+        random_b: start B from random values instead of zeros, so that every gradient of a test run is non-zero.
+
+    Raises:
+        WorkloadError: no linear of the model has any of the target names.
+    """
+    if workload.adapter == "full":
+        model.requires_grad_(True)
+        return
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model.requires_grad_(False)
+    config = LoraConfig(
+        r=workload.rank,
+        lora_alpha=workload.alpha,
+        lora_dropout=workload.lora_dropout,
+        target_modules=list(workload.lora_targets),
+        init_lora_weights=not random_b,
+    )
+    on_meta = next(model.parameters()).device.type == "meta"
+    with quiet():
+        try:
+            inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
+        except ValueError as error:
+            if "not found in the base model" in str(error) or "No modules were targeted" in str(error):
+                raise WorkloadError(
+                    f"--lora-targets {','.join(workload.lora_targets)}: {workload.model} has no module of that name"
+                ) from None
+            raise
+
+
+def is_kept_float32(model: nn.Module, parameter_name: str) -> bool:
+    """Whether the model library keeps this parameter in float32 when it loads a 16-bit model."""
+    patterns = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return any(p in parameter_name.split(".") for p in patterns)
+
+
+def parameter_dtype(
+    model: nn.Module, name: str, tensor: torch.Tensor, workload: Workload, trained: torch.dtype
+) -> torch.dtype:
+    """Dtype in which a parameter or buffer stays on the device."""
+    if not tensor.is_floating_point() or workload.precision == "fp32":
+        return tensor.dtype
+    if workload.adapter != "full" and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+        return trained
+    return torch.float32 if is_kept_float32(model, name) else torch.bfloat16
+
+
+_FILLS = ("normal", "uniform", "timestep", "ones", "zeros", "arange")
+
+
+def _fill(shape: tuple[int, ...], dtype: torch.dtype, fill: str, generator: torch.Generator | None) -> torch.Tensor:
+    match fill:
+        case "normal":
+            return torch.randn(shape, generator=generator).to(dtype)
+        case "uniform":
+            return torch.rand(shape, generator=generator).to(dtype)
+        case "timestep":
+            return torch.randint(0, 1000, shape, generator=generator).to(dtype)
+        case "ones":
+            return torch.ones(shape, dtype=dtype)
+        case "zeros":
+            return torch.zeros(shape, dtype=dtype)
+        case "arange":
+            return torch.arange(torch.Size(shape).numel()).remainder(64).reshape(shape).to(dtype)
+    raise BuildError(f"unknown fill {fill!r}; valid: {', '.join(_FILLS)}")
+
+
+def make_inputs(
+    workload: Workload, model: nn.Module, *, seed: int | None = None
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """One batch for the model's forward and the target of its loss, as float/bf16 CPU tensors (fake under a fake mode)."""
+    family = workload.family
+    names = symbols(workload, model)
+    compute = torch.float32 if workload.precision == "fp32" else torch.bfloat16
+    generator = torch.Generator().manual_seed(seed) if seed is not None else None
+    skip = family.variant(workload.variant).skip_inputs
+    inputs: dict[str, Any] = {}
+    for spec in family.inputs:
+        if spec.name in skip:
+            continue
+        shape = tuple(evaluate(e, names) for e in spec.shape)
+        dtype = compute if spec.dtype == "compute" else getattr(torch, spec.dtype)
+        value: Any
+        if spec.list_of:
+            value = [_fill(shape, dtype, spec.fill, generator) for _ in range(evaluate(spec.list_of, names))]
+        else:
+            value = _fill(shape, dtype, spec.fill, generator)
+        outer, dot, inner = spec.name.partition(".")
+        if dot:
+            inputs.setdefault(outer, {})[inner] = value
+        else:
+            inputs[outer] = value
+    target_shape = tuple(evaluate(e, names) for e in family.output_shape)
+    return inputs, _fill(target_shape, compute, "normal", generator)
+
+
+def real_job(
+    workload: Workload, *, seed: int = 0, device: str = "cpu", state: Mapping[str, torch.Tensor] | None = None
+) -> Job:
+    """A real, initialised job. Deterministic in `seed`.
+
+    Args:
+        state: weights to load into the base before the adapter is added (else random).
+    """
+    torch.manual_seed(seed)
+    model = build_base(workload)
+    if state is not None:
+        model.load_state_dict(state)
+    else:
+        _randomise_zeros(model)
+    inject_adapter(model, workload, random_b=True)
+    if workload.precision != "fp32":
+        for name, p in list(model.named_parameters()) + list(model.named_buffers()):
+            p.data = p.data.to(parameter_dtype(model, name, p, workload, torch.float32))
+    model.train().to(device)
+    inputs, target = make_inputs(workload, model, seed=seed)
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        if isinstance(value, list):
+            return [move(v) for v in value]
+        return {k: move(v) for k, v in value.items()}
+
+    autocast = None if workload.precision == "fp32" else torch.bfloat16
+    return Job(
+        model, {k: move(v) for k, v in inputs.items()}, target.to(device), workload.family.output_stack, autocast
+    )
+
+
+def _randomise_zeros(model: nn.Module) -> None:
+    """Random values where a class starts from zeros, so that no gradient is zero by construction."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point() and p.numel() > 1 and not p.any():
+                p.normal_(std=0.02)

@@ -1,0 +1,44 @@
+"""What a probe found out about a workload. Plain values and arrays; stored as JSON and npz, never as code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from probes.structure import Structure
+from probes.tape import Tape
+from probes.workload import Workload
+
+
+@dataclass
+class Profile:
+    """Everything an estimate needs to know about a workload on a kind of device."""
+
+    workload: Workload
+    source: str
+    """``traced`` or ``measured``."""
+    target: str
+    """The kind of device that it holds for (`Target.key`)."""
+    versions: Mapping[str, str]
+    structure: Structure
+    tape: Tape
+    base_sizes: tuple[tuple[int, int], ...]
+    """Frozen parameters and buffers: (bytes of one tensor, how many of that size)."""
+    trained_sizes: tuple[tuple[int, int, int], ...]
+    """Trained parameters: (elements, bytes an element, how many of that size)."""
+    input_bytes: tuple[int, ...]
+    """The batch and the target, one entry a tensor."""
+    parameters: int
+    """Of the base model."""
+    notes: tuple[str, ...] = ()
+    """Assumptions and fallbacks of the probe."""
+    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By kind of block, what a measured probe saw (bytes and seconds)."""
+
+    @property
+    def trained_elements(self) -> int:
+        return sum(n * count for n, _, count in self.trained_sizes)
+
+    @property
+    def largest_trained_elements(self) -> int:
+        return max((n for n, _, _ in self.trained_sizes), default=0)

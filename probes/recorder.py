@@ -1,0 +1,316 @@
+"""Records the tape of one training step of a model made of fake tensors.
+
+Counts every storage that an operator returns for the first time and, where the target says so, the scratch that a kernel
+allocates and frees inside. It does not see memory outside operators: library workspaces, the CUDA context.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from probes.tape import ATTENTION, CONVOLUTION, GEMM, MEMORY, NEVER, Call, Tape
+
+_NO_KERNEL = {
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::scalar_tensor",
+    "aten::_local_scalar_dense",
+    "aten::lift_fresh",
+    "aten::is_same_size",
+    "aten::sym_size",
+}
+
+Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
+"""(operator, args, kwargs, outputs) -> bytes that its kernel allocates and frees inside."""
+
+
+class _Op:
+    """What does not change between calls of one operator."""
+
+    __slots__ = ("flops", "is_view", "kernel", "kind")
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        name = schema.name
+        self.is_view = bool(schema.returns) and all(
+            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+        )
+        self.kernel = not self.is_view and name not in _NO_KERNEL and name != "aten::detach"
+        self.flops = flop_registry.get(func._overloadpacket)
+        if "scaled_dot_product" in name or "_flash_attention" in name:
+            self.kind = ATTENTION
+        elif "convolution" in name:
+            self.kind = CONVOLUTION
+        elif self.flops is not None:
+            self.kind = GEMM
+        else:
+            self.kind = MEMORY
+
+
+class _Ticket:
+    """Stands for a saved tensor inside autograd's graph; tells the recorder when the graph lets go of it."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "index", "kept", "recorder", "size", "stride")
+
+    def __init__(self, recorder: Recorder, index: int, tensor: torch.Tensor, resident: bool) -> None:
+        self.recorder = recorder
+        self.index = index
+        self.kept = tensor if resident else None
+        self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+
+    def __del__(self) -> None:
+        self.recorder._released(self.index)
+
+
+class Recorder(TorchDispatchMode):
+    """Use as a context manager around the step, together with :meth:`saved_tensors`.
+
+    Args:
+        device: type of the device whose storages are counted; a model's small host tensors beside a GPU are not.
+        scratch: what kernels allocate inside.
+    """
+
+    def __init__(self, device: str, scratch: Scratch | None = None) -> None:
+        super().__init__()
+        self.device = device
+        self.now = 0
+        self.scratch_of = scratch
+        self._ids: dict[int, int] = {}
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        self._ops: dict[Any, _Op] = {}
+        self._paused = False
+        self.size: list[int] = []
+        self.birth: list[int] = []
+        self.death: list[int] = []
+        self.scratch: list[bool] = []
+        self.saved_storage: list[int] = []
+        self.saved_at: list[int] = []
+        self.unpacked_at: list[int] = []
+        self.released_at: list[int] = []
+        self.saved_movable: list[bool] = []
+        self.saved_bytes: list[int] = []
+        self.op_at: list[int] = []
+        self.op_kind: list[int] = []
+        self.op_flops: list[float] = []
+        self.op_bytes: list[float] = []
+        self.calls: dict[str, Call] = {}
+        self.inner_reads: dict[str, tuple[int, ...]] = {}
+        self._reading: dict[str, tuple[int, int, set[int]]] = {}
+        self._active_reads: list[tuple[int, int, set[int]]] = []
+
+    # storages ---------------------------------------------------------------------------------------------------------
+
+    def _born(self, storage: torch.UntypedStorage, key: int) -> None:
+        sid = len(self.size)
+        self._ids[key] = sid
+        self.size.append(storage.nbytes())
+        self.birth.append(self.now)
+        self.death.append(int(NEVER))
+        self.scratch.append(False)
+        self._watch[key] = weakref.ref(storage, lambda _, key=key, sid=sid: self._died(key, sid))  # type: ignore[misc]
+
+    def _died(self, key: int, sid: int) -> None:
+        self._ids.pop(key, None)
+        self._watch.pop(key, None)
+        self.now += 1
+        self.death[sid] = self.now
+
+    def _resident(self, storage: torch.UntypedStorage, key: int) -> None:
+        self._ids[key] = -1
+
+        def forget(_: object, key: int = key) -> None:
+            self._ids.pop(key, None)
+            self._watch.pop(key, None)
+
+        self._watch[key] = weakref.ref(storage, forget)
+
+    def _sid(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        sid = self._ids.get(key)
+        if sid is None:
+            self._resident(storage, key)
+            return -1
+        return sid
+
+    # operators --------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or func.namespace == "prim":
+            return func(*args, **kwargs)
+        op = self._ops.get(func)
+        if op is None:
+            op = self._ops[func] = _Op(func)
+        moved = 0
+        inputs = list(_tensors(args))
+        for t in inputs:
+            sid = self._sid(t)
+            if op.kernel:
+                moved += t.numel() * t.element_size()
+                for low, high, found in self._active_reads:
+                    if low <= sid < high:
+                        found.add(sid)
+        outputs = func(*args, **kwargs)
+        self.now += 1
+        for t in _tensors((outputs,)):
+            storage = t.untyped_storage()
+            key = storage._cdata
+            if key not in self._ids:
+                if t.device.type == self.device:
+                    self._born(storage, key)
+                else:
+                    self._resident(storage, key)
+            if op.kernel:
+                moved += t.numel() * t.element_size()
+        if op.kernel:
+            if self.scratch_of is not None and (extra := self.scratch_of(func, args, kwargs, outputs)):
+                self.size.append(extra)
+                self.birth.append(self.now)
+                self.death.append(self.now + 1)
+                self.scratch.append(True)
+                self.now += 1
+            self.op_at.append(self.now)
+            self.op_kind.append(op.kind)
+            self.op_flops.append(float(op.flops(*args, **kwargs, out_val=outputs)) if op.flops is not None else 0.0)
+            self.op_bytes.append(float(moved))
+        return outputs
+
+    # saved tensors ----------------------------------------------------------------------------------------------------
+
+    def _released(self, index: int) -> None:
+        self.now += 1
+        self.released_at[index] = max(self.released_at[index], self.now)
+
+    def saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Hooks under which autograd keeps tickets instead of tensors."""
+
+        def pack(tensor: torch.Tensor) -> _Ticket:
+            sid = self._sid(tensor)
+            self.now += 1
+            index = len(self.saved_at)
+            self.saved_storage.append(sid)
+            self.saved_at.append(self.now)
+            self.unpacked_at.append(int(NEVER))
+            self.released_at.append(0)
+            self.saved_movable.append(tensor.grad_fn is not None)
+            self.saved_bytes.append(tensor.numel() * tensor.element_size())
+            return _Ticket(self, index, tensor, sid < 0)
+
+        def unpack(ticket: _Ticket) -> torch.Tensor:
+            self.now += 1
+            index = ticket.index
+            self.unpacked_at[index] = min(self.unpacked_at[index], self.now)
+            if ticket.kept is not None:
+                return ticket.kept
+            self._paused = True
+            try:
+                stand_in = torch.empty_strided(ticket.size, ticket.stride, dtype=ticket.dtype, device=ticket.device)
+            finally:
+                self._paused = False
+            storage = stand_in.untyped_storage()
+            key = storage._cdata
+            self._ids[key] = self.saved_storage[index]
+
+            def gone(_: object, key: int = key, index: int = index) -> None:
+                self._ids.pop(key, None)
+                self._watch.pop(key, None)
+                self._released(index)
+
+            self._watch[key] = weakref.ref(storage, gone)
+            return stand_in
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    # modules ----------------------------------------------------------------------------------------------------------
+
+    def watch_module(self, name: str, module: nn.Module, reads_from: str | None = None) -> None:
+        """Records the module's calls; `reads_from` names a child from whose call on the block's own storages that are
+        read are collected (see `Tape.inner_reads`)."""
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.now += 1
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            sids = tuple(self._sid(t) for t in tensors)
+            keep = [i for i, s in enumerate(sids) if s >= 0]
+            self.calls[name] = Call(
+                self.now,
+                -1,
+                tuple(sids[i] for i in keep),
+                tuple(tensors[i].grad_fn is not None for i in keep),
+                tuple(tensors[i].numel() * tensors[i].element_size() for i in keep),
+            )
+            if reads_from:
+                self._reading[f"{name}@{reads_from}"] = (len(self.size), -1, set())
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            self.now += 1
+            call = self.calls[name]
+            self.calls[name] = Call(call.start, self.now, call.arguments, call.movable, call.argument_bytes)
+            if reads_from:
+                _, _, found = self._reading.pop(f"{name}@{reads_from}")
+                self.inner_reads[f"{name}@{reads_from}"] = tuple(sorted(found))
+                self._active_reads = [r for r in self._active_reads if r[2] is not found]
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
+        if reads_from:
+            key = f"{name}@{reads_from}"
+
+            def child_enter(_: nn.Module, args: Any) -> None:
+                low, _high, found = self._reading[key]
+                self._active_reads.append((low, len(self.size), found))
+
+            module.get_submodule(reads_from).register_forward_pre_hook(child_enter)
+
+    # result -----------------------------------------------------------------------------------------------------------
+
+    def tape(self, backward_start: int, optimizer_start: int) -> Tape:
+        """Everything recorded, as arrays."""
+        never = int(NEVER)
+        released = [r if r else never for r in self.released_at]
+        return Tape(
+            length=self.now + 1,
+            backward_start=backward_start,
+            optimizer_start=optimizer_start,
+            size=np.array(self.size, np.int64),
+            birth=np.array(self.birth, np.int64),
+            death=np.array(self.death, np.int64),
+            scratch=np.array(self.scratch, bool),
+            saved_storage=np.array(self.saved_storage, np.int64),
+            saved_at=np.array(self.saved_at, np.int64),
+            unpacked_at=np.array(self.unpacked_at, np.int64),
+            released_at=np.array(released, np.int64),
+            saved_movable=np.array(self.saved_movable, bool),
+            saved_bytes=np.array(self.saved_bytes, np.int64),
+            op_at=np.array(self.op_at, np.int64),
+            op_kind=np.array(self.op_kind, np.int8),
+            op_flops=np.array(self.op_flops, np.float64),
+            op_bytes=np.array(self.op_bytes, np.float64),
+            calls=dict(self.calls),
+            inner_reads=dict(self.inner_reads),
+        )
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for v in values:
+        if isinstance(v, torch.Tensor):
+            yield v
+        elif isinstance(v, (list, tuple)):
+            for inner in v:
+                if isinstance(inner, torch.Tensor):
+                    yield inner

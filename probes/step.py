@@ -1,0 +1,42 @@
+"""One training step, shared by the traced probe, verification and `advise run`: what is predicted is what is run."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+
+from probes.build import Job
+
+
+def forward_loss(job: Job) -> torch.Tensor:
+    """Forward pass and mean squared error against the target, float32 scalar."""
+    device = job.target.device.type
+    context = torch.autocast(device, job.autocast) if job.autocast is not None else contextlib.nullcontext()
+    with context:
+        output = job.model(**job.inputs, return_dict=False)[0]
+        if job.output_stack:
+            output = torch.stack(list(output))
+    return F.mse_loss(output.float(), job.target.float())
+
+
+def train_step(job: Job, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Forward, backward, optimizer step, gradients dropped. Returns the detached loss (float32 scalar)."""
+    loss = forward_loss(job)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a real run. Names that PyTorch does not have run as its AdamW.
+
+    The two states of AdamW and the learning rate do not depend on the device.
+    """
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-4)
+    if name == "sgd-momentum":
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=1e-4)

@@ -1,0 +1,224 @@
+"""Profiles on disk. A cache: keyed by all that changes a profile, written atomically, rebuilt when unreadable.
+
+One npz file a profile: the tape's arrays, and everything else as JSON text inside it. Nothing in it is executed on reading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import platformdirs
+
+from probes import resources
+from probes.profile import Profile
+from probes.structure import Block, Chain, Structure
+from probes.tape import Call, Tape
+from probes.workload import Workload
+
+FORMAT = 1
+"""Raise when the meaning of a stored profile changes."""
+
+_ARRAYS = [
+    f.name
+    for f in dataclasses.fields(Tape)
+    if f.name not in ("length", "backward_start", "optimizer_start", "calls", "inner_reads")
+]
+_VERSIONED = ("torch", "diffusers", "peft", "checkpoint-advisor")
+
+
+def cache_folder() -> Path:
+    """Where profiles are kept: ``ADVISE_CACHE_DIR``, or the system's user cache folder."""
+    override = os.environ.get("ADVISE_CACHE_DIR")
+    return Path(override) if override else Path(platformdirs.user_cache_dir("checkpoint-advisor"))
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that changes a trace (read from package metadata; imports nothing)."""
+    found = {}
+    for name in _VERSIONED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def key(workload: Workload, target: str, source: str) -> str:
+    """Name of the profile of a workload; options that do not change the tape (optimizer, alpha) do not enter."""
+    plain = dataclasses.asdict(dataclasses.replace(workload, optimizer="", alpha=0.0, caption_tokens=0))
+    sheet = resources.text(f"families/{workload.model}.toml")
+    parts = {
+        "format": FORMAT,
+        "workload": plain,
+        "target": target,
+        "source": source,
+        "versions": versions(),
+        "sheet": sheet,
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return f"{workload.model}-{workload.variant}-{digest[:24]}"
+
+
+def atomic_write(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def to_bytes(profile: Profile) -> bytes:
+    """The stored form of a profile."""
+    t = profile.tape
+    meta = {
+        "format": FORMAT,
+        "workload": dataclasses.asdict(profile.workload),
+        "source": profile.source,
+        "target": profile.target,
+        "versions": dict(profile.versions),
+        "structure": dataclasses.asdict(profile.structure),
+        "base_sizes": profile.base_sizes,
+        "trained_sizes": profile.trained_sizes,
+        "input_bytes": profile.input_bytes,
+        "parameters": profile.parameters,
+        "notes": profile.notes,
+        "measured": {k: dict(v) for k, v in profile.measured.items()},
+        "bounds": [t.length, t.backward_start, t.optimizer_start],
+        "calls": {n: [c.start, c.end, c.arguments, c.movable, c.argument_bytes] for n, c in t.calls.items()},
+        "inner_reads": dict(t.inner_reads),
+    }
+    arrays = {name: getattr(t, name) for name in _ARRAYS}
+    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def from_bytes(content: bytes) -> Profile:
+    """Reads a stored profile. Data only: object arrays are refused.
+
+    Raises:
+        ValueError: not a profile of this format.
+    """
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            meta: dict[str, Any] = json.loads(file["meta"].tobytes())
+            arrays = {name: file[name] for name in _ARRAYS}
+        if meta["format"] != FORMAT:
+            raise ValueError(f"profile format {meta['format']}, this version reads {FORMAT}")
+        workload = dict(meta["workload"])
+        workload["lora_targets"] = tuple(workload["lora_targets"])
+        length, backward, optimizer = meta["bounds"]
+        calls = {n: Call(c[0], c[1], tuple(c[2]), tuple(c[3]), tuple(c[4])) for n, c in meta["calls"].items()}
+        chains = tuple(
+            Chain(
+                c["path"],
+                tuple(
+                    Block(
+                        b["name"],
+                        b["kind"],
+                        tuple(tuple(run) for run in b["feed_forward"]),
+                        tuple(b["attention"]),
+                        b["trainer_ffn_start"],
+                    )
+                    for b in c["blocks"]
+                ),
+                c["linked"],
+                c["groupable"],
+            )
+            for c in meta["structure"]["chains"]
+        )
+        return Profile(
+            workload=Workload(**workload),
+            source=meta["source"],
+            target=meta["target"],
+            versions=meta["versions"],
+            structure=Structure(chains),
+            tape=Tape(
+                length=length,
+                backward_start=backward,
+                optimizer_start=optimizer,
+                **arrays,
+                calls=calls,
+                inner_reads={k: tuple(v) for k, v in meta["inner_reads"].items()},
+            ),
+            base_sizes=tuple((int(a), int(b)) for a, b in meta["base_sizes"]),
+            trained_sizes=tuple((int(a), int(b), int(c)) for a, b, c in meta["trained_sizes"]),
+            input_bytes=tuple(meta["input_bytes"]),
+            parameters=meta["parameters"],
+            notes=tuple(meta["notes"]),
+            measured=meta["measured"],
+        )
+    except ValueError:
+        raise
+    except Exception as error:  # a damaged file may fail in any way; all of them mean the same
+        raise ValueError(f"not a readable profile: {type(error).__name__}: {error}") from error
+
+
+def get(
+    workload: Workload,
+    target: str,
+    source: str,
+    build: Callable[[], Profile],
+    warn: Callable[[str], None],
+    *,
+    refresh: bool = False,
+) -> Profile:
+    """The stored profile, or a new one from `build`, then stored.
+
+    Args:
+        warn: told when a stored file is unreadable or cannot be written; the answer is given all the same.
+        refresh: build a new one in any case.
+    """
+    path = cache_folder() / f"{key(workload, target, source)}.npz"
+    if not refresh and path.exists():
+        try:
+            stored = from_bytes(path.read_bytes())
+            return dataclasses.replace(stored, workload=workload)
+        except (ValueError, OSError) as error:
+            warn(f"the stored profile {path} is not readable ({error}); it is rebuilt")
+    profile = build()
+    try:
+        atomic_write(path, to_bytes(profile))
+    except OSError as error:
+        warn(
+            f"the profile could not be stored in {path.parent} ({error.strerror}); the next answer will take as long as this one"
+        )
+    return profile
+
+
+def read_small(name: str) -> dict[str, Any]:
+    """A small JSON object of the cache; empty when absent or unreadable."""
+    try:
+        found = json.loads((cache_folder() / name).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_small(name: str, value: Mapping[str, Any]) -> None:
+    """Stores a small JSON object in the cache; silently does without when it cannot be written."""
+    with contextlib.suppress(OSError):
+        atomic_write(cache_folder() / name, json.dumps(value).encode())

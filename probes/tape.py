@@ -1,0 +1,78 @@
+"""The tape of one training step: when every storage is born, let go by Python, saved for backward and released.
+
+The trace runs the step once without any schedule and, for every tensor that autograd saves, keeps only a ticket. So the
+tape knows apart when Python drops a storage and when backward has used it, and a simulation can replay any schedule.
+Positions are event numbers within the step; sizes are bytes as requested (rounding is the device's business).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+NEVER = np.int64(2**40)
+"""Position of a death that does not happen within the step."""
+
+GEMM, CONVOLUTION, ATTENTION, MEMORY = 0, 1, 2, 3
+"""Kinds of kernel."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module in the forward pass."""
+
+    start: int
+    end: int
+    arguments: tuple[int, ...]
+    """Storages of its tensor arguments."""
+    movable: tuple[bool, ...]
+    """For each: it carries a grad_fn, so offloading may move it."""
+    argument_bytes: tuple[int, ...] = ()
+    """For each: bytes of the tensor itself (a view may be smaller than its storage)."""
+
+
+@dataclass
+class Tape:
+    """All arrays are parallel within their group."""
+
+    length: int
+    backward_start: int
+    optimizer_start: int
+
+    # storages
+    size: Ints
+    birth: Ints
+    death: Ints
+    """When Python (and the engine) let go, were nothing saved for backward. NEVER: lives past the step."""
+    scratch: Flags
+    """Allocated and freed inside one kernel."""
+
+    # saved tensors, in the order in which they were saved
+    saved_storage: Ints
+    """-1: a weight or an input, resident in any case."""
+    saved_at: Ints
+    unpacked_at: Ints
+    released_at: Ints
+    saved_movable: Flags
+    """The tensor carried a grad_fn when it was saved."""
+    saved_bytes: Ints
+    """Bytes of the saved tensor itself."""
+
+    # kernels
+    op_at: Ints
+    op_kind: NDArray[np.int8]
+    op_flops: Floats
+    op_bytes: Floats
+
+    calls: Mapping[str, Call] = field(default_factory=dict)
+    """By qualified module name, for the blocks and the regions inside them."""
+
+    inner_reads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By ``block@child``: storages born in the block before the child's call and read from there on."""

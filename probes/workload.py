@@ -1,0 +1,288 @@
+"""What is trained: model, shape, adapter, precision, optimizer. Checked once, here; every layer above can rely on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from probes import catalogue
+
+
+class WorkloadError(ValueError):
+    """A value that no workload can have; the message names the option, the value and the valid ones."""
+
+
+class NotYetError(WorkloadError):
+    """A value that is valid but that this version cannot estimate."""
+
+
+ADAPTERS = ("lora", "lokr", "full")
+PRECISIONS = (
+    "bf16",
+    "fp16",
+    "fp32",
+    "int8-sdnq",
+    "int8-sdnq-hadamard",
+    "int8-quanto",
+    "int4-quanto",
+    "int8-torchao",
+    "int4-torchao",
+    "fp8-torchao",
+    "fp8wo-torchao",
+    "fp8-native",
+    "nf4",
+    "int8-bnb",
+    "gguf",
+    "bf16-upcast",
+)
+ESTIMATED_PRECISIONS = ("bf16", "fp32")
+ATTENTION = ("auto", "flash", "efficient", "cudnn", "math")
+COMPILE = ("none", "regional")
+EXECUTORS = ("bundled", "simpletuner", "diffusers")
+OPTIMIZERS = (
+    "adamw_bf16",
+    "adamw",
+    "adamw-fused",
+    "adamw8bit",
+    "optimi-adamw",
+    "optimi-lion",
+    "lion8bit",
+    "prodigy",
+    "came",
+    "sgd",
+    "sgd-momentum",
+)
+MAX_PIXELS = 16384
+MAX_FRAMES = 4096
+MAX_BATCH = 4096
+MAX_RANK = 65536
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training job on one model. Build with :func:`from_request`."""
+
+    model: str
+    variant: str
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    frames: int
+    batch: int
+    caption_tokens: int
+    """The longest caption's real length."""
+    text_tokens: int
+    """Text length that the model sees (after padding)."""
+    adapter: str
+    rank: int
+    alpha: float
+    lora_targets: tuple[str, ...]
+    lora_dropout: float
+    precision: str
+    """Of the frozen base (and of the trained weights for ``full``)."""
+    optimizer: str
+    attention: str
+    fuse_qkv: bool
+    weights_offload: str
+    compile: str
+    reduced: bool = False
+    """The small copy of the model that a CPU run uses."""
+
+    @property
+    def family(self) -> catalogue.Family:
+        return catalogue.find(self.model)
+
+    @property
+    def resolution(self) -> str:
+        """``WIDTHxHEIGHT`` in pixels."""
+        return f"{self.width}x{self.height}"
+
+    def describe(self) -> dict[str, Any]:
+        """As a JSON object (the ``workload`` of an answer)."""
+        out = dataclasses.asdict(self)
+        out["lora_targets"] = list(self.lora_targets)
+        out["resolution"] = self.resolution
+        return out
+
+
+def _choice(option: str, value: Any, valid: Sequence[str]) -> str:
+    if value in valid:
+        return str(value)
+    near = difflib.get_close_matches(str(value).lower(), valid, n=1, cutoff=0.5)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise WorkloadError(f"--{option} {value!r} is not valid{hint}; valid: {', '.join(valid)}")
+
+
+def _whole(option: str, value: Any, most: int) -> int:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or (isinstance(value, float) and value != int(value))
+    ):
+        raise WorkloadError(f"--{option} must be a whole number from 1 to {most}, not {value!r}")
+    if not 1 <= value <= most:
+        raise WorkloadError(f"--{option} must be from 1 to {most}, not {int(value)}")
+    return int(value)
+
+
+def _number(option: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise WorkloadError(f"--{option} must be a number from {low:g} to {high:g}, not {value!r}")
+    if not low <= value <= high:
+        raise WorkloadError(f"--{option} must be from {low:g} to {high:g}, not {value:g}")
+    return float(value)
+
+
+def parse_resolution(value: Any, family: catalogue.Family) -> tuple[int, int]:
+    """``1024`` or ``WIDTHxHEIGHT`` as (height, width) in pixels.
+
+    Raises:
+        WorkloadError: not a size, or one that the model's VAE and patch do not divide (names the nearest that they do).
+    """
+    match = re.fullmatch(r"\s*(\d{1,6})(?:\s*[xX*]\s*(\d{1,6}))?\s*", str(value))
+    if isinstance(value, bool) or match is None:
+        raise WorkloadError(f"--resolution {value!r} is not a size; write 1024 or 832x480 (width x height, pixels)")
+    width = int(match[1])
+    height = int(match[2]) if match[2] else width
+    step = family.pixel_multiple
+    for name, side in (("width", width), ("height", height)):
+        if not step <= side <= MAX_PIXELS:
+            raise WorkloadError(
+                f"--resolution {value}: {name} must be from {step} to {MAX_PIXELS} pixels for {family.name}, not {side}"
+            )
+    if width % step or height % step:
+        near = tuple(max(step, round(s / step) * step) for s in (width, height))
+        raise WorkloadError(
+            f"--resolution {value} does not fit {family.name}: width and height must be multiples of {step} "
+            f"(nearest: {near[0]}x{near[1]})"
+        )
+    return height, width
+
+
+def _frames(value: Any, family: catalogue.Family) -> int:
+    frames = _whole("frames", value, MAX_FRAMES)
+    if family.kind != "video" and frames != 1:
+        raise WorkloadError(f"--frames {frames}: {family.name} is an {family.kind} model; leave --frames out")
+    step = family.temporal_factor
+    if (frames - 1) % step:
+        below = frames - (frames - 1) % step
+        raise WorkloadError(
+            f"--frames {frames} does not fit {family.name}: its VAE takes 1 + n x {step} frames (nearest: {below} and {below + step})"
+        )
+    return frames
+
+
+REQUEST_KEYS = (
+    "model",
+    "variant",
+    "resolution",
+    "frames",
+    "batch",
+    "caption_tokens",
+    "adapter",
+    "rank",
+    "alpha",
+    "lora_targets",
+    "lora_dropout",
+    "lokr_factor",
+    "lokr_full_matrix",
+    "precision",
+    "optimizer",
+    "attention",
+    "fuse_qkv",
+    "weights_offload",
+    "compile",
+)
+
+
+def from_request(request: Mapping[str, Any]) -> Workload:
+    """Checks a request (the command's options, or one line of ``advise batch``) and fills in the defaults.
+
+    Raises:
+        UnknownModelError: no such model or variant.
+        WorkloadError: a value out of range; NotYetError where the value is valid but cannot be estimated yet.
+    """
+    get = {k: v for k, v in request.items() if v is not None}.get
+    family = catalogue.find(get("model", ""))
+    variant = family.variant(get("variant"))
+    height, width = parse_resolution(r, family) if (r := get("resolution")) is not None else family.default_resolution
+    text_limit = variant.text_tokens or family.text_tokens
+    caption = _whole("caption-tokens", get("caption_tokens", text_limit), 1_000_000)
+    if caption > text_limit:
+        raise WorkloadError(f"--caption-tokens {caption} is more than {family.name} takes ({text_limit})")
+    adapter = _choice("adapter", get("adapter", "lora"), ADAPTERS)
+    rank = _whole("rank", get("rank", 16), MAX_RANK)
+    targets = get("lora_targets", family.lora_targets)
+    if (
+        isinstance(targets, str)
+        or not isinstance(targets, Sequence)
+        or not all(isinstance(t, str) and t for t in targets)
+        or not targets
+    ):
+        raise WorkloadError(f"--lora-targets must be a list of module names, not {targets!r}")
+    workload = Workload(
+        model=family.name,
+        variant=variant.name,
+        height=height,
+        width=width,
+        frames=_frames(get("frames", family.default_frames), family),
+        batch=_whole("batch", get("batch", 1), MAX_BATCH),
+        caption_tokens=caption,
+        text_tokens=text_limit if family.padding == "max_length" else caption,
+        adapter=adapter,
+        rank=rank,
+        alpha=_number("alpha", get("alpha", rank), 1e-6, 1e6),
+        lora_targets=tuple(targets),
+        lora_dropout=_number("lora-dropout", get("lora_dropout", 0.1), 0.0, 0.999),
+        precision=_choice("precision", get("precision", "bf16"), PRECISIONS),
+        optimizer=_choice("optimizer", get("optimizer", "adamw_bf16"), OPTIMIZERS),
+        attention=_choice("attention", get("attention", "auto"), ATTENTION),
+        fuse_qkv=bool(get("fuse_qkv", False)),
+        weights_offload=str(get("weights_offload", "none")),
+        compile=_choice("compile", get("compile", "none"), COMPILE),
+    )
+    _check_supported(workload)
+    return workload
+
+
+def _check_supported(w: Workload) -> None:
+    if w.adapter == "lokr":
+        raise NotYetError("--adapter lokr cannot be estimated yet; lora and full can")
+    if w.precision not in ESTIMATED_PRECISIONS:
+        raise NotYetError(f"--precision {w.precision} cannot be estimated yet; {', '.join(ESTIMATED_PRECISIONS)} can")
+    if w.weights_offload != "none":
+        if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9]\d*", w.weights_offload):
+            raise WorkloadError(
+                f"--weights-offload {w.weights_offload!r} is not valid; valid: none, ramtorch, blocks:N"
+            )
+        raise NotYetError(f"--weights-offload {w.weights_offload} cannot be estimated yet; none can")
+    if w.compile != "none":
+        raise NotYetError(f"--compile {w.compile} cannot be estimated yet; none can")
+    if w.fuse_qkv:
+        raise NotYetError("--fuse-qkv cannot be estimated yet")
+
+
+def reduced_copy(workload: Workload) -> Workload:
+    """The same job on the small copy of the model: smaller shape, same adapter, precision float32."""
+    family = workload.family
+    small = family.reduced
+    text = small.text_tokens
+    return dataclasses.replace(
+        workload,
+        height=small.resolution,
+        width=small.resolution,
+        frames=small.frames,
+        text_tokens=text,
+        caption_tokens=text,
+        rank=min(workload.rank, 8),
+        precision="fp32",
+        optimizer="adamw" if workload.optimizer not in ("sgd", "sgd-momentum") else workload.optimizer,
+        attention="auto",
+        reduced=True,
+    )
