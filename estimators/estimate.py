@@ -117,6 +117,7 @@ class Estimator:
         headroom: bytes to leave free on the device.
         host_ram: bytes that offloading may use on the host; None: not checked.
         reserved_cache: results of earlier allocator simulations, read and added to (keys are opaque).
+        replay: of another estimator for the same tape and kind of device, whose simulations are then used again.
     """
 
     def __init__(
@@ -130,13 +131,14 @@ class Estimator:
         bands: Bands | None = None,
         clock: Clock | None = None,
         reserved_cache: dict[str, Any] | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self.profile, self.device, self.semantics = profile, device, semantics
         self.headroom, self.host_ram = headroom, host_ram
         self.bands = bands or default_bands()
         self.on_cpu = device.kind is DeviceKind.CPU
         self.counted = exact if self.on_cpu else allocator.block_bytes
-        self.replay = Replay(profile, self.counted)
+        self.replay = replay or Replay(profile, self.counted)
         self.clock = clock or Clock(profile, device)
         self.resident = self._resident()
         self.reserved_cache = reserved_cache if reserved_cache is not None else {}

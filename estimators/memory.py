@@ -9,7 +9,7 @@ until backward has used it, the arguments until the unit's last one is released.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from probes.profile import Profile
 from probes.tape import NEVER, Ints, Tape
 
 RNG_STATE_BYTES = 5056
-"""The CPU generator's state, which every checkpoint stores on the host (torch.get_rng_state)."""
+"""The CPU generator's state, stored on the host for every module in a checkpoint (torch.get_rng_state)."""
 
 
 class SimulationError(RuntimeError):
@@ -99,14 +99,15 @@ def _unit_ranges(tape: Tape, unit: Unit) -> list[tuple[int, int]]:
 
 
 def _unit_arguments(tape: Tape, unit: Unit) -> list[tuple[int, bool, int]]:
-    """(storage, movable, bytes) of the tensors that the unit's checkpoint holds."""
+    """(storage, movable, bytes) of the tensors that the unit's checkpoint holds. Two views of one storage are two entries."""
     module = unit.modules[0]
     call = tape.calls[module]
-    seen = dict(zip(call.arguments, zip(call.movable, call.argument_bytes, strict=True), strict=True))
+    found = list(zip(call.arguments, call.movable, call.argument_bytes, strict=True))
     if unit.from_child is not None:
+        given = set(call.arguments)
         reads = tape.inner_reads.get(f"{module}@{unit.from_child}", ())
-        seen |= {sid: (True, int(tape.size[sid])) for sid in reads}
-    return [(sid, movable, size) for sid, (movable, size) in seen.items()]
+        found += [(sid, True, int(tape.size[sid])) for sid in reads if sid not in given]
+    return found
 
 
 class Replay:
@@ -123,14 +124,22 @@ class Replay:
         self.size = counted(profile.tape.size)
         self.saved_size = counted(profile.tape.saved_bytes)
         self.gradient = (profile.tape.death >= NEVER) & (profile.tape.birth >= profile.tape.backward_start)
+        self._known: dict[tuple[Resolution, int, bool], tuple[Memory, Resident]] = {}
 
     def run(self, resolution: Resolution, resident: Resident) -> Memory:
-        """Simulates one step.
+        """Simulates one step, once for all devices: what is resident during the whole step only adds to it.
 
         Raises:
             SimulationError: the resolution does not belong to this profile.
         """
-        return self._run(resolution, resident)[0]
+        key = (resolution, resident.optimizer_transient, resident.device_is_host)
+        if key not in self._known:
+            self._known[key] = self._run(resolution, resident)[0], resident
+        found, before = self._known[key]
+        if resident == before:
+            return found
+        parts = {name: getattr(resident, name) for name in ("weights", "adapter", "optimizer", "inputs", "workspace")}
+        return replace(found, peak=found.peak - before.total + resident.total, breakdown={**found.breakdown, **parts})
 
     def events(self, resolution: Resolution, resident: Resident) -> tuple[Ints, Ints]:
         """The step as a stream for the allocator's simulation: (ids, +bytes when allocated, -bytes when freed), in order.
@@ -251,7 +260,8 @@ class Replay:
                     held_sid.append(sid)
                     held_until.append(int(finish[u]))
             if resident.device_is_host:
-                host_events += [(start, RNG_STATE_BYTES), (int(finish[u]), -RNG_STATE_BYTES)]
+                states = RNG_STATE_BYTES * len(unit.modules)
+                host_events += [(start, states), (int(finish[u]), -states)]
         if held_sid:
             np.maximum.at(death, np.array(held_sid), np.array(held_until))
 
@@ -286,11 +296,15 @@ class Replay:
             u_of = birth_unit[ids]
             base = replay_start[u_of] + before[birth_range[ids]] - range_start[birth_range[ids]]
             birth2 = base + t.birth[ids]
-            death_unit, death_range = locate(t.death[ids])
+            # a death between two of the unit's ranges (the caller's loop moving on) happens at the end of the earlier one
+            death_range = np.maximum(np.searchsorted(range_start, t.death[ids], side="right") - 1, 0)
             last = replay_start[u_of] + length[u_of]
             local_death = np.where(
-                death_unit == u_of,
-                replay_start[u_of] + before[death_range] + t.death[ids] - range_start[death_range],
+                range_unit[death_range] == u_of,
+                replay_start[u_of]
+                + before[death_range]
+                + np.minimum(t.death[ids], range_end[death_range])
+                - range_start[death_range],
                 last,
             )
             death2 = np.minimum(local_death, last)
@@ -323,7 +337,9 @@ class Replay:
             from_host += int(t.saved_bytes[moved][back].sum())
             host_events += [(int(p), int(s)) for p, s in zip(t.saved_at[moved], t.saved_bytes[moved], strict=True)]
             host_events += [(int(p), -int(s)) for p, s in zip(t.released_at[moved], t.saved_bytes[moved], strict=True)]
-            live(new(t.unpacked_at[moved][back]), new(np.minimum(t.released_at[moved][back], t.length)), moved_size[back])
+            live(
+                new(t.unpacked_at[moved][back]), new(np.minimum(t.released_at[moved][back], t.length)), moved_size[back]
+            )
 
         host_peak = 0
         if host_events:

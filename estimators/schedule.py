@@ -307,8 +307,11 @@ def resolve(
                 names = tuple(chain.blocks[i].name for i in group)
                 units.append(Unit(names, offload))
                 recomputed.extend(names)
-            if schedule.interval and chain.linked is False and interval_form is IntervalForm.SEGMENTS:
-                notes.append(f"{chain.path}: blocks are not directly connected, so each is a checkpoint of its own")
+        if schedule.interval and interval_form is IntervalForm.SEGMENTS:
+            loose = [c.path for c in structure.chains if c.linked is False and c.groupable]
+            if loose:
+                shown = loose[0] if len(loose) == 1 else f"{loose[0]} and {len(loose) - 1} more lists"
+                notes.append(f"{shown}: blocks are not directly connected, so each is a checkpoint of its own")
         if schedule.interval and interval_form is IntervalForm.IGNORED:
             notes.append("the executor ignores gradient_checkpointing_interval for this model")
     attention = tuple(a for b in structure.blocks for a in b.attention) if schedule.offload_attention else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -71,6 +72,8 @@ def model_class(reference: str) -> type[nn.Module]:
 
 def config_of(workload: Workload) -> dict[str, Any]:
     """Constructor arguments of the workload's model."""
+    if workload.config_json:
+        return dict(json.loads(workload.config_json))
     family = workload.family
     config = dict(family.variant(workload.variant).config)
     if workload.reduced:
@@ -218,18 +221,60 @@ def real_job(
             p.data = p.data.to(parameter_dtype(model, name, p, workload, torch.float32))
     model.train().to(device)
     inputs, target = make_inputs(workload, model, seed=seed)
-
-    def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(device)
-        if isinstance(value, list):
-            return [move(v) for v in value]
-        return {k: move(v) for k, v in value.items()}
-
     autocast = None if workload.precision == "fp32" else torch.bfloat16
     return Job(
-        model, {k: move(v) for k, v in inputs.items()}, target.to(device), workload.family.output_stack, autocast
+        model,
+        {k: _move(v, device) for k, v in inputs.items()},
+        target.to(device),
+        workload.family.output_stack,
+        autocast,
     )
+
+
+def device_job(
+    workload: Workload, device: str, *, seed: int = 0, state: Mapping[str, torch.Tensor] | None = None
+) -> Job:
+    """A job built directly on a device in its training dtypes, without a float32 copy on the host.
+
+    Args:
+        state: weights of the base; None: small random values, which cost the same memory and time.
+    """
+    torch.manual_seed(seed)
+    with torch.device("meta"):
+        model = build_base(workload)
+    inject_adapter(model, workload)
+    with torch.no_grad():
+        for prefix, module in model.named_modules():
+            for table in (module._parameters, module._buffers):
+                for key, t in list(table.items()):
+                    if t is None:
+                        continue
+                    name = f"{prefix}.{key}" if prefix else key
+                    dtype = parameter_dtype(model, name, t, workload, torch.float32)
+                    data = torch.empty(t.shape, dtype=dtype, device=device)
+                    given = state.get(name.replace(".base_layer", "")) if state is not None else None
+                    if given is not None:
+                        data.copy_(given)
+                    elif data.is_floating_point() and isinstance(t, nn.Parameter):
+                        data.normal_(std=0.02)
+                    else:
+                        data.zero_()
+                    table[key] = (
+                        nn.Parameter(data, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else data
+                    )
+    model.train()
+    inputs, target = make_inputs(workload, model, seed=seed)
+    autocast = None if workload.precision == "fp32" else torch.bfloat16
+    moved = {k: _move(v, device) for k, v in inputs.items()}
+    return Job(model, moved, target.to(device), workload.family.output_stack, autocast)
+
+
+def _move(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, list):
+        return [_move(v, device) for v in value]
+    return {k: _move(v, device) for k, v in value.items()}
 
 
 def _randomise_zeros(model: nn.Module) -> None:

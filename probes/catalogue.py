@@ -93,6 +93,10 @@ class Family:
     output_shape: tuple[str, ...]
     output_stack: bool
     """The model returns a list of per-sample tensors."""
+    objective: str
+    """What it is trained on: ``flow`` (rectified flow) or ``epsilon`` (DDPM noise prediction)."""
+    reversed_flow: bool
+    """The model gets 1 - sigma and predicts data minus noise, the negative of the others."""
     lora_targets: tuple[str, ...]
     regions: Mapping[str, Regions]
     """By list path; ``*`` stands for any text."""
@@ -179,6 +183,8 @@ def _family(sheet: Mapping[str, Any]) -> Family:
         inputs=inputs,
         output_shape=tuple(sheet["output"]["shape"]),
         output_stack=sheet["output"].get("stack", False),
+        objective=sheet["training"]["objective"],
+        reversed_flow=sheet["training"].get("reversed", False),
         lora_targets=tuple(sheet["lora"]["targets"]),
         regions=regions,
         reduced=Reduced(
@@ -214,5 +220,5 @@ def find(name: str) -> Family:
     if (found := spellings.get(_plain(name))) is not None:
         return found
     near = difflib.get_close_matches(_plain(name), spellings, n=1, cutoff=0.6)
-    hint = f"; did you mean {spellings[near[0]].name!r}?" if near else ""
-    raise UnknownModelError(f"unknown model {name!r}{hint} valid: {', '.join(table)}".replace("? valid", "? Valid"))
+    hint = f" (did you mean {spellings[near[0]].name!r}?)" if near else ""
+    raise UnknownModelError(f"unknown model {name!r}{hint}; valid: {', '.join(table)}")

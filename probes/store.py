@@ -14,6 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def cache_folder() -> Path:
 
 def versions() -> dict[str, str]:
     """Versions of everything that changes a trace (read from package metadata; imports nothing)."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> dict[str, str]:
     found = {}
     for name in _VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

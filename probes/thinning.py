@@ -323,7 +323,9 @@ def expand(tape: Tape, run: Run) -> Tape:
         calls[name] = moved_call(tape.calls[source], 2, 100 + k)
     for key, sids in tape.inner_reads.items():
         mine = owner(key)
-        inner_reads[key] = sids if mine is None else tuple(int(s) for s in storage(np.array(sids, np.int64), mine, mine))
+        inner_reads[key] = (
+            sids if mine is None else tuple(int(s) for s in storage(np.array(sids, np.int64), mine, mine))
+        )
         if mine == 2:
             for k in range(1, m + 1):
                 renamed = key.replace(f"{run.path}.{run.first + 2}@", f"{run.path}.{run.first + 2 + k}@")

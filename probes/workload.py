@@ -93,6 +93,8 @@ class Workload:
     compile: str
     reduced: bool = False
     """The small copy of the model that a CPU run uses."""
+    config_json: str = ""
+    """Constructor arguments as JSON text, where they come from given weights instead of the catalogue."""
 
     @property
     def family(self) -> catalogue.Family:
@@ -108,6 +110,7 @@ class Workload:
         out = dataclasses.asdict(self)
         out["lora_targets"] = list(self.lora_targets)
         out["resolution"] = self.resolution
+        del out["config_json"]
         return out
 
 
@@ -123,7 +126,7 @@ def _whole(option: str, value: Any, most: int) -> int:
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or (isinstance(value, float) and value != int(value))
+        or (isinstance(value, float) and not value.is_integer())
     ):
         raise WorkloadError(f"--{option} must be a whole number from 1 to {most}, not {value!r}")
     if not 1 <= value <= most:

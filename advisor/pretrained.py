@@ -1,0 +1,87 @@
+"""Given weights: a diffusers folder or a Hugging Face id. Reads config JSON and safetensors; runs no code from either."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from probes.build import model_class
+from probes.workload import Workload, WorkloadError
+
+SUBFOLDERS = ("transformer", "unet")
+
+
+def _config_file(source: str) -> Path:
+    """The model's `config.json`, local or downloaded (only that file).
+
+    Raises:
+        WorkloadError: no such folder or repository, or no config in it.
+    """
+    root = Path(source).expanduser()
+    if root.exists():
+        for folder in (root, *(root / s for s in SUBFOLDERS)):
+            if (found := folder / "config.json").is_file():
+                return found
+        raise WorkloadError(f"--pretrained {source}: no config.json in it, nor in its {' or '.join(SUBFOLDERS)} folder")
+    if source.startswith((".", "/", "~")):
+        raise WorkloadError(f"--pretrained {source}: no such folder")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    for name in (*(f"{s}/config.json" for s in SUBFOLDERS), "config.json"):
+        try:
+            return Path(hf_hub_download(source, name))
+        except (LocalEntryNotFoundError, HFValidationError) as error:
+            reason = str(error).splitlines()[0]
+            raise WorkloadError(
+                f"--pretrained {source}: not a local folder, and the hub cannot be reached ({reason})"
+            ) from None
+        except HfHubHTTPError:
+            continue
+        except OSError as error:
+            raise WorkloadError(f"--pretrained {source}: {str(error).splitlines()[0]}") from None
+    raise WorkloadError(f"--pretrained {source}: the repository has no diffusers model config")
+
+
+def pretrained_config(source: str, workload: Workload) -> str:
+    """Constructor arguments of the given model, as JSON text for `Workload.config_json`.
+
+    Raises:
+        WorkloadError: not readable, or a model of another class than the plan's.
+    """
+    path = _config_file(source)
+    try:
+        config: Any = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise WorkloadError(f"--pretrained {source}: {path.name} is not readable JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise WorkloadError(f"--pretrained {source}: {path.name} is not a JSON object")
+    wanted = workload.family.model_class.partition(":")[2]
+    if config.get("_class_name", wanted) != wanted:
+        raise WorkloadError(
+            f"--pretrained {source}: it holds a {config['_class_name']}, {workload.model} is a {wanted}"
+        )
+    return json.dumps({k: v for k, v in sorted(config.items()) if not k.startswith("_")})
+
+
+def load_state(source: str, workload: Workload) -> dict[str, torch.Tensor]:
+    """The given weights, float32 on the CPU. safetensors only.
+
+    Raises:
+        WorkloadError: they cannot be loaded.
+    """
+    folder = _config_file(source).parent
+    cls: Any = model_class(workload.family.model_class)
+    try:
+        if Path(source).expanduser().exists():
+            model = cls.from_pretrained(str(folder), use_safetensors=True, local_files_only=True)
+        else:
+            subfolder = folder.name if folder.name in SUBFOLDERS else None
+            model = cls.from_pretrained(source, subfolder=subfolder, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise WorkloadError(f"--pretrained {source}: {str(error).splitlines()[0]}") from None
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state

@@ -1,0 +1,34 @@
+"""What a runtime has done so far. Bytes are `int` bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class RuntimeRefused(Exception):
+    """The runtime cannot do what was asked on this model, or cannot do it correctly. The message says what to do instead."""
+
+
+@dataclass
+class Counters:
+    """Counts since `apply`, over all steps."""
+
+    checkpoint_calls: int = 0
+    """Checkpoints made in a forward pass; a segment of several blocks is one."""
+    blocks_checkpointed: int = 0
+    """Calls of blocks or feed-forward submodules that ran inside a checkpoint."""
+    units_recomputed: int = 0
+    """Checkpoints replayed in a backward pass."""
+    blocks_recomputed: int = 0
+    """Calls of blocks or feed-forward submodules replayed in a backward pass (the last one of a checkpoint only in part)."""
+    tensors_offloaded: int = 0
+    bytes_offloaded: int = 0
+    """Copied to the host in forward passes."""
+    tensors_fetched: int = 0
+    bytes_fetched: int = 0
+    """Copied back in backward passes."""
+    host_bytes: int = 0
+    """Host copies alive now."""
+    host_bytes_peak: int = 0
+    pageable_copies: int = 0
+    """Host copies of a GPU tensor that got no pinned memory."""

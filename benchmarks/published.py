@@ -1,0 +1,131 @@
+"""Published measurements as requests, and the estimates for them. Shared by the other scripts here."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from advisor.api import Session
+from decision_rules.support import Executor
+from estimators.devices import find_gpu
+from estimators.estimate import Estimate, Estimator
+from estimators.schedule import Schedule
+from probes import resources
+from probes.workload import Workload, WorkloadError, from_request
+
+_TYPES: Mapping[str, Any] = {
+    "frames": int,
+    "batch": int,
+    "rank": int,
+    "caption_tokens": int,
+    "alpha": float,
+    "lora_dropout": float,
+    "fuse_qkv": lambda v: v in ("True", "1"),
+    "lora_targets": json.loads,
+}
+_KEYS = ("model", "variant", "resolution", "frames", "batch", "caption_tokens", "adapter", "rank", "alpha", "lora_dropout",
+         "lora_targets", "optimizer", "precision", "attention", "fuse_qkv", "weights_offload", "compile")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published measurement."""
+
+    id: str
+    family: str
+    gpu: str
+    precision: str
+    schedule: Schedule
+    request: Mapping[str, Any]
+    peak_gib: float | None
+    seconds: float | None
+    out_of_memory: bool
+
+
+def rows() -> list[Row]:
+    """All rows of `data/measured.csv` that have a resolution; figures marked unfit for comparison are None."""
+    out = []
+    for r in csv.DictReader(resources.text("measured.csv").splitlines()):
+        if not r["resolution"]:
+            continue
+        request = {k: _TYPES.get(k, str)(r[k]) for k in _KEYS if r.get(k)}
+        controls: dict[str, Any] = {"gradient_checkpointing": r["backend"] != "none"}
+        if r["backend"] != "none":
+            controls["gradient_checkpointing_backend"] = r["backend"]
+        for column, key in (
+            ("interval", "gradient_checkpointing_interval"),
+            ("stride", "gradient_checkpointing_segment_stride"),
+        ):
+            if r[column]:
+                controls[key] = int(r[column])
+        if r["offload_attention"] == "True":
+            controls["gradient_checkpointing_offload_attention"] = True
+        measured = r["status"] == "measured"
+        out.append(
+            Row(
+                id=r["id"],
+                family=r["family"],
+                gpu=r["gpu"],
+                precision=r["precision"],
+                schedule=Schedule.from_controls(controls),
+                request=request,
+                peak_gib=float(r["peak_vram_gib"]) if measured and r["use_memory"] == "1" else None,
+                seconds=float(r["sec_per_step"]) if measured and r["use_time"] == "1" else None,
+                out_of_memory=r["status"] == "OOM",
+            )
+        )
+    return out
+
+
+@dataclass
+class Answered:
+    """A row with its estimator and estimate."""
+
+    row: Row
+    workload: Workload
+    estimator: Estimator
+    estimate: Estimate
+
+
+def estimates() -> tuple[list[Answered], dict[str, int]]:
+    """Rows that can be estimated under SimpleTuner's semantics, and for the others why not with how many rows."""
+    from decision_rules.support import check, semantics
+
+    session = Session()
+    refused: dict[str, int] = defaultdict(int)
+    answered: list[Answered] = []
+    for row in rows():
+        try:
+            workload = from_request(row.request)
+        except WorkloadError as error:
+            refused[_short(error)] += 1
+            continue
+        except ValueError as error:
+            refused[_short(error)] += 1
+            continue
+        device = find_gpu(row.gpu)
+        _, profile, _ = session._profile(workload, device)
+        verdict = check(Executor.SIMPLETUNER, workload.model, profile.structure, row.schedule)
+        if not verdict.supported:
+            refused[verdict.reason or "not supported"] += 1
+            continue
+        estimator = Estimator(profile, device, semantics(Executor.SIMPLETUNER, workload.model))
+        answered.append(Answered(row, workload, estimator, estimator.estimate(verdict.effective)))
+    return answered, dict(refused)
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text.split("; valid:")[0].split(" valid: ")[0].split("; ")[0]
+
+
+def by_family(answered: list[Answered]) -> Iterator[tuple[str, list[Answered]]]:
+    """Groups in alphabetical order of family."""
+    groups: dict[str, list[Answered]] = defaultdict(list)
+    for a in answered:
+        groups[a.row.family].append(a)
+    yield from sorted(groups.items())
