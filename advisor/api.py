@@ -15,8 +15,8 @@ from decision_rules.support import Executor, Verdict, candidates, check, semanti
 from estimators import devices
 from estimators.devices import Device, DeviceKind
 from estimators.estimate import GIB, Estimate, Estimator
+from estimators.memory import Replay
 from estimators.schedule import Schedule
-from estimators.step_time import Clock
 from probes import store
 from probes.profile import Profile
 from probes.structure import Structure
@@ -151,26 +151,28 @@ def profile_for(
 
 @dataclass
 class Session:
-    """Answers many requests; keeps profiles, clocks and allocator results between them."""
+    """Answers many requests; keeps profiles and simulations between them."""
 
     refresh: bool = False
     progress: Callable[[], Any] = contextlib.nullcontext
 
     def __post_init__(self) -> None:
         self._profiles: dict[tuple[Any, ...], tuple[Profile, tuple[str, ...]]] = {}
-        self._clocks: dict[tuple[Any, ...], Clock] = {}
+        self._replays: dict[tuple[Any, ...], Replay] = {}
 
-    def _profile(self, workload: Workload, device: Device) -> tuple[Profile, tuple[str, ...]]:
+    def _profile(self, workload: Workload, device: Device) -> tuple[tuple[Any, ...], Profile, tuple[str, ...]]:
         traced = dataclasses.replace(workload, optimizer="", alpha=0.0, caption_tokens=0)
         key = (traced, device.kind is DeviceKind.CPU, (device.capability or (8, 0)) >= (8, 0))
         if key not in self._profiles:
             if len(self._profiles) >= 64:
-                self._profiles.pop(next(iter(self._profiles)))
+                oldest = next(iter(self._profiles))
+                self._profiles.pop(oldest)
+                self._replays.pop(oldest, None)
             warnings: list[str] = []
             profile = profile_for(workload, device, warnings.append, refresh=self.refresh, progress=self.progress)
             self._profiles[key] = (profile, tuple(warnings))
         profile, warned = self._profiles[key]
-        return dataclasses.replace(profile, workload=workload), warned
+        return key, dataclasses.replace(profile, workload=workload), warned
 
     def plan(
         self,
@@ -188,13 +190,22 @@ class Session:
         Raises:
             TraceError, WorkloadError, ScheduleError: the request cannot be answered.
         """
-        profile, warnings = self._profile(workload, device)
+        key, profile, warnings = self._profile(workload, device)
         family = workload.model
         meaning = semantics(executor, family)
         cache_name = f"{store.key(workload, profile.target, profile.source)}.reserved.json"
         reserved = store.read_small(cache_name)
         known = len(reserved)
-        estimator = Estimator(profile, device, meaning, headroom=headroom, host_ram=host_ram, reserved_cache=reserved)
+        estimator = Estimator(
+            profile,
+            device,
+            meaning,
+            headroom=headroom,
+            host_ram=host_ram,
+            reserved_cache=reserved,
+            replay=self._replays.get(key),
+        )
+        self._replays[key] = estimator.replay
         wanted = list(schedules) if schedules is not None else candidates(executor, family, profile.structure)
         estimates: list[Estimate] = []
         for schedule in wanted:

@@ -13,7 +13,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -238,7 +238,6 @@ def _verify_cpu(
     say("checking the numbers against a run without a schedule")
     reference = _loss_and_gradients(job, parameters)
     with apply(job.model, schedule, structure=profile.structure) as handle:
-        _loss_and_gradients(job, parameters)  # the runtime learns how the blocks are connected
         scheduled = _loss_and_gradients(job, parameters)
         exact = _equal(reference, scheduled)
         del reference, scheduled
@@ -305,6 +304,50 @@ def _verify_cuda(
         "step_seconds": statistics.median(seconds),
     }
     return _receipt(workload, schedule, gpu.name, steps, estimate, measured, None, losses, counters, notes)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One schedule of a CPU run, predicted against the profiler."""
+
+    schedule: Schedule
+    predicted: int
+    """Peak allocated bytes."""
+    measured: int
+    exact: bool
+    """Loss and every gradient bit-equal to the run without a schedule."""
+    recomputed: int
+    """Checkpoint units that ran again."""
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def compare_on_cpu(workload: Workload, schedules: Callable[[Profile], Sequence[Schedule]]) -> list[Comparison]:
+    """Runs a (reduced) workload on the CPU under many schedules with one model.
+
+    Args:
+        schedules: chooses them, given the profile.
+    """
+    profile = trace(workload, Target("cpu"))
+    estimator = Estimator(profile, devices.cpu_device(), Semantics())
+    job = real_job(workload)
+    parameters = [p for _, p in job.trainable()]
+    optimizer = make_optimizer(workload.optimizer, parameters)
+    train_step(job, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    resident = resident_bytes(job, optimizer)
+    reference = _loss_and_gradients(job, parameters)
+    found = []
+    for schedule in schedules(profile):
+        with apply(job.model, schedule, structure=profile.structure) as handle:
+            exact = _equal(reference, _loss_and_gradients(job, parameters))
+            recomputed = handle.counters.units_recomputed
+            peak = profiled_peak(lambda: train_step(job, optimizer), resident).peak
+        found.append(Comparison(schedule, estimator.estimate(schedule).peak, peak, exact, recomputed))
+    return found
 
 
 def cpu_clock(profile: Profile) -> tuple[Device, Clock]:

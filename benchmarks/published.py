@@ -24,10 +24,12 @@ _TYPES: Mapping[str, Any] = {
     "caption_tokens": int,
     "alpha": float,
     "lora_dropout": float,
+    "lokr_factor": int,
+    "lokr_full_matrix": lambda v: v in ("True", "1"),
     "fuse_qkv": lambda v: v in ("True", "1"),
     "lora_targets": json.loads,
 }
-_KEYS = ("model", "variant", "resolution", "frames", "batch", "caption_tokens", "adapter", "rank", "alpha", "lora_dropout",
+_KEYS = ("model", "variant", "resolution", "frames", "batch", "caption_tokens", "adapter", "rank", "alpha", "lora_dropout", "lokr_factor", "lokr_full_matrix",
          "lora_targets", "optimizer", "precision", "attention", "fuse_qkv", "weights_offload", "compile")  # fmt: skip
 
 

@@ -127,16 +127,19 @@ def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
                 chosen = best
             else:
                 reasons.append(f"{knob}: none that fits is noticeably faster than {chosen.schedule.name}")
-    faster = min(fitting, key=_key)
-    if faster is not chosen and faster.step_seconds is not None and chosen.step_seconds is not None:
-        if faster.step_seconds < chosen.step_seconds * (1 - NOTICEABLE):
-            gain = 1 - faster.step_seconds / chosen.step_seconds
-            reasons.append(
-                f"{faster.schedule.name} also fits and is predicted {gain:.0%} faster ({_seconds(faster)}, peak {_gib(faster.peak)})"
-            )
-        else:
-            faster = chosen
-    return Choice(chosen, tuple(reasons), None if faster is chosen else faster)
+    fastest = min(fitting, key=_key)
+    faster: Estimate | None = None
+    if (
+        fastest.step_seconds is not None
+        and chosen.step_seconds is not None
+        and fastest.step_seconds < chosen.step_seconds * (1 - NOTICEABLE)
+    ):
+        faster = fastest
+        gain = 1 - fastest.step_seconds / chosen.step_seconds
+        reasons.append(
+            f"{faster.schedule.name} also fits and is predicted {gain:.0%} faster ({_seconds(faster)}, peak {_gib(faster.peak)})"
+        )
+    return Choice(chosen, tuple(reasons), faster)
 
 
 _KNOBS = {

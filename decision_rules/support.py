@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import cache
 
 from estimators.estimate import Semantics
-from estimators.schedule import Backend, IntervalForm, Schedule
+from estimators.schedule import Backend, IntervalForm, Schedule, resolve
 from probes import resources
 from probes.structure import Structure
 
@@ -163,7 +163,8 @@ INTERVALS: tuple[tuple[int, int | None], ...] = (
 
 
 def candidates(executor: Executor, family: str, structure: Structure) -> list[Schedule]:
-    """Every schedule worth comparing for this family, supported ones only, in the order of the ladder."""
+    """Every schedule worth comparing for this family in the order of the ladder: supported ones only, and of several that do
+    the same to this model only the first."""
     whole = [Schedule(Backend.TORCH), *(Schedule(Backend.TORCH, k, s) for k, s in INTERVALS)]
     offloaded = [Schedule(Backend.UNSLOTH), *(Schedule(Backend.UNSLOTH, k, s) for k, s in INTERVALS)]
     wanted = [
@@ -176,11 +177,22 @@ def candidates(executor: Executor, family: str, structure: Structure) -> list[Sc
         Schedule(Backend.TORCH, offload_attention=True),
         Schedule(Backend.TORCH, 2, 4, offload_attention=True),
     ]
+    meaning = semantics(executor, family)
     kept: list[Schedule] = []
-    effects: list[Schedule] = []
+    effects: set[tuple[object, ...]] = set()
     for schedule in wanted:
         verdict = check(executor, family, structure, schedule)
-        if verdict.supported and verdict.effective == schedule and schedule not in effects:
+        if not verdict.supported or verdict.effective != schedule:
+            continue
+        done = resolve(
+            schedule,
+            structure,
+            meaning.interval_form,
+            interval_selects_ffn=meaning.interval_selects_ffn,
+            trainer_ffn_scope=meaning.trainer_ffn_scope,
+        )
+        effect = (done.units, done.offloaded_attention)
+        if effect not in effects:
             kept.append(schedule)
-            effects.append(verdict.effective)
+            effects.add(effect)
     return kept

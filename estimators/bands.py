@@ -30,6 +30,6 @@ class Bands:
 
 
 @cache
-def default_bands() -> Bands:
-    """The bands that come with this version."""
-    return Bands(**json.loads(resources.text("bands.json")))
+def bands_for(quantised: bool) -> Bands:
+    """The bands that come with this version, for a 16- or 32-bit base or for a quantised one."""
+    return Bands(**json.loads(resources.text("bands.json"))["quantised" if quantised else "float"])

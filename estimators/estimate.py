@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from estimators import allocator, optimizers
-from estimators.bands import Bands, default_bands
+from estimators.bands import Bands, bands_for
 from estimators.devices import Device, DeviceKind
 from estimators.memory import Memory, Replay, Resident, exact
 from estimators.schedule import IntervalForm, Resolution, Schedule, resolve
@@ -135,7 +135,7 @@ class Estimator:
     ) -> None:
         self.profile, self.device, self.semantics = profile, device, semantics
         self.headroom, self.host_ram = headroom, host_ram
-        self.bands = bands or default_bands()
+        self.bands = bands or bands_for(profile.workload.precision not in ("bf16", "fp16", "fp32"))
         self.on_cpu = device.kind is DeviceKind.CPU
         self.counted = exact if self.on_cpu else allocator.block_bytes
         self.replay = replay or Replay(profile, self.counted)
@@ -184,11 +184,10 @@ class Estimator:
         sigma = max(high - low, 1) / (2 * 1.96)
         probability = 0.5 * (1 + math.erf((self.capacity - memory.peak) / (sigma * math.sqrt(2))))
         all_notes = [*notes, *resolution.notes, *more]
-        if fits and self.host_ram is not None and memory.host_peak > self.host_ram:
+        host = memory.host_peak + self.profile.host_weight_bytes
+        if fits and self.host_ram is not None and host > self.host_ram:
             fits, probability = False, 0.0
-            all_notes.append(
-                f"needs {memory.host_peak / GIB:.1f} GiB of host memory, {self.host_ram / GIB:.1f} GiB given"
-            )
+            all_notes.append(f"needs {host / GIB:.1f} GiB of host memory, {self.host_ram / GIB:.1f} GiB given")
         return Estimate(
             schedule=schedule,
             supported=True,
@@ -198,7 +197,7 @@ class Estimator:
             peak_high=high,
             reserved=reserved,
             device=reserved + self.device.context_bytes,
-            host=memory.host_peak,
+            host=host,
             **self._times(time),
             fits=fits,
             fit_probability=probability,
@@ -226,7 +225,8 @@ class Estimator:
             return memory.peak, memory.peak <= self.capacity, []
         if memory.peak > self.capacity:
             return memory.peak, False, []
-        key = f"{schedule.name}|{self.semantics}|{self.profile.workload.optimizer}|{self.resident.workspace}"
+        what = schedule.name if schedule.actions is None else ",".join(schedule.actions)
+        key = f"{what}|{self.semantics}|{self.profile.workload.optimizer}|{self.resident.workspace}"
         if key not in self.reserved_cache:
             self.reserved_cache[key] = self._simulate(resolution, None)[0]
         reserved = int(self.reserved_cache[key])

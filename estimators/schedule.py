@@ -125,7 +125,7 @@ class Schedule:
             if key not in KEYS:
                 raise ScheduleError(f"unknown schedule control {key!r}; valid: {', '.join(sorted(KEYS))}")
         on = _flag("gradient_checkpointing", controls.get("gradient_checkpointing", False))
-        text = controls.get("gradient_checkpointing_backend", "torch") or "torch"
+        text = "torch" if (given := controls.get("gradient_checkpointing_backend")) is None else given
         names = [b.value for b in Backend if b is not Backend.NONE]
         if text not in names:
             raise ScheduleError(f"gradient_checkpointing_backend {text!r} is unknown; valid: {', '.join(names)}")

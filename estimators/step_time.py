@@ -101,6 +101,7 @@ class Clock:
         )
         self._cumulative = np.concatenate([[0.0], np.cumsum(kernel)])
         self._op_at = tape.op_at
+        self._forward_ops = int(np.searchsorted(tape.op_at, tape.backward_start))
 
     def _between(self, start: int, end: int) -> tuple[float, int]:
         lo, hi = (int(i) for i in np.searchsorted(self._op_at, (start, end)))
@@ -120,7 +121,7 @@ class Clock:
         recompute, hooks, again = 0.0, 0, 0
         for span in memory.recomputed:
             for start, end in span.ranges:
-                seconds, count = self._between(start, min(end, span.stop + 1))
+                seconds, count = self._between(start, max(start, min(end, span.stop + 1)))
                 recompute += seconds
                 again += count
                 lo, hi = np.searchsorted(tape.saved_at, (start, end))
@@ -136,6 +137,11 @@ class Clock:
             link = self.device.memory_bytes_per_second
             out = memory.to_host / (down or link)
             copies = memory.from_host / (up or link) + out * (r.exposed_copy_out if copies_out_overlap else 1.0)
+        if self.profile.host_weight_bytes:
+            # every pass over the weights streams them in, one layer ahead of the computation
+            passes = 2 + (recompute / self._cumulative[self._forward_ops] if self._forward_ops else 0.0)
+            up = self.device.host_to_device_bytes_per_second or self.device.memory_bytes_per_second
+            gpu = max(gpu, passes * self.profile.host_weight_bytes / up)
         joined = (gpu**r.blend + host**r.blend) ** (1 / r.blend)
         return StepTime(joined + copies, gpu, host, recompute, copies)
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from probes.expressions import evaluate
+from probes import lokr, stand_ins
+from probes.catalogue import InputSpec
+from probes.expressions import evaluate, evaluate_all
 from probes.workload import Workload, WorkloadError
 
 
@@ -67,6 +69,7 @@ def model_class(reference: str) -> type[nn.Module]:
             raise BuildError(f"{reference}: {error}") from None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise BuildError(f"{reference} is not a torch module class")
+    stand_ins.install(found)
     return found
 
 
@@ -92,12 +95,17 @@ def symbols(workload: Workload, model: nn.Module) -> dict[str, int]:
     names: dict[str, int] = {k: v for k, v in dict(getattr(model, "config", {})).items() if isinstance(v, int)}
     if "out_channels" not in names and "in_channels" in names:
         names["out_channels"] = names["in_channels"]
+    names |= workload.family.symbols
+    if workload.reduced:
+        names |= workload.family.reduced.symbols
     return names | {
         "B": workload.batch,
         "H": workload.height,
         "W": workload.width,
         "F": workload.frames,
         "T": workload.text_tokens,
+        "S": workload.seconds,
+        "R": workload.references,
     }
 
 
@@ -113,9 +121,25 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
     if workload.adapter == "full":
         model.requires_grad_(True)
         return
+    model.requires_grad_(False)
+    if workload.adapter == "lokr":
+        made = lokr.inject(model, workload.lora_targets, workload.rank, workload.lokr_factor, workload.lokr_full_matrix)
+        if not made:
+            classes = sorted(
+                {type(m).__name__ for m in model.modules() if any(isinstance(c, nn.Linear) for c in m.children())}
+            )
+            raise WorkloadError(
+                f"--lora-targets {','.join(workload.lora_targets)}: {workload.model} has no module of that class or name; "
+                f"classes with linears: {', '.join(classes)}"
+            )
+        if random_b:
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    if "lokr_w2" in name and not p.any():
+                        p.normal_(std=0.02)
+        return
     from peft import LoraConfig, inject_adapter_in_model
 
-    model.requires_grad_(False)
     config = LoraConfig(
         r=workload.rank,
         lora_alpha=workload.alpha,
@@ -152,7 +176,26 @@ def parameter_dtype(
     return torch.float32 if is_kept_float32(model, name) else torch.bfloat16
 
 
-_FILLS = ("normal", "uniform", "timestep", "ones", "zeros", "arange")
+_FILLS = ("normal", "uniform", "timestep", "ones", "zeros", "arange", "range", "runs", "grid", "axes")
+
+
+def _tensor(spec: InputSpec, names: Mapping[str, int], compute: torch.dtype, generator: Any) -> Any:
+    shape = tuple(evaluate(e, names) for e in spec.shape)
+    dtype = compute if spec.dtype == "compute" else getattr(torch, spec.dtype)
+    match spec.fill:
+        case "range":
+            start = evaluate(spec.start, names)
+            return torch.arange(start, start + torch.Size(shape).numel()).reshape(shape).to(dtype)
+        case "runs":
+            parts = [torch.full((evaluate(n, names),), evaluate(v, names)) for n, v in spec.runs]
+            return torch.cat(parts).expand(shape).to(dtype).contiguous()
+        case "axes":
+            return [torch.arange(evaluate(n, names)).to(dtype) for n in spec.grid]
+        case "grid":
+            axes = [torch.arange(evaluate(n, names)) for n in spec.grid]
+            positions = torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], -1)
+            return positions.expand(shape).to(dtype).contiguous()
+    return _fill(shape, dtype, spec.fill, generator)
 
 
 def _fill(shape: tuple[int, ...], dtype: torch.dtype, fill: str, generator: torch.Generator | None) -> torch.Tensor:
@@ -173,9 +216,13 @@ def _fill(shape: tuple[int, ...], dtype: torch.dtype, fill: str, generator: torc
 
 
 def make_inputs(
-    workload: Workload, model: nn.Module, *, seed: int | None = None
+    workload: Workload, model: nn.Module, *, seed: int | None = None, known_values: bool = False
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """One batch for the model's forward and the target of its loss, as float/bf16 CPU tensors (fake under a fake mode)."""
+    """One batch for the model's forward and the target of its loss, as float/bf16 CPU tensors (fake under a fake mode).
+
+    Args:
+        known_values: whole numbers, booleans and what the sheet marks so are real CPU tensors whatever the default device.
+    """
     family = workload.family
     names = symbols(workload, model)
     compute = torch.float32 if workload.precision == "fp32" else torch.bfloat16
@@ -183,21 +230,26 @@ def make_inputs(
     skip = family.variant(workload.variant).skip_inputs
     inputs: dict[str, Any] = {}
     for spec in family.inputs:
-        if spec.name in skip:
+        if spec.name in skip or not evaluate(spec.when, names):
             continue
-        shape = tuple(evaluate(e, names) for e in spec.shape)
-        dtype = compute if spec.dtype == "compute" else getattr(torch, spec.dtype)
-        value: Any
-        if spec.list_of:
-            value = [_fill(shape, dtype, spec.fill, generator) for _ in range(evaluate(spec.list_of, names))]
-        else:
-            value = _fill(shape, dtype, spec.fill, generator)
+        whole = spec.dtype != "compute" and not getattr(torch, spec.dtype).is_floating_point
+        host = torch.device("cpu") if known_values and (whole or spec.needs_values) else contextlib.nullcontext()
+
+        def one(spec: InputSpec = spec) -> Any:
+            return (
+                evaluate_all(spec.value, names) if spec.value is not None else _tensor(spec, names, compute, generator)
+            )
+
+        with host:
+            value: Any = [one() for _ in range(evaluate(spec.list_of, names))] if spec.list_of else one()
         outer, dot, inner = spec.name.partition(".")
         if dot:
             inputs.setdefault(outer, {})[inner] = value
         else:
             inputs[outer] = value
     target_shape = tuple(evaluate(e, names) for e in family.output_shape)
+    if family.objective == "tokens":
+        return inputs, _fill(target_shape, torch.int64, "arange", generator)
     return inputs, _fill(target_shape, compute, "normal", generator)
 
 
@@ -274,7 +326,9 @@ def _move(value: Any, device: str) -> Any:
         return value.to(device)
     if isinstance(value, list):
         return [_move(v, device) for v in value]
-    return {k: _move(v, device) for k, v in value.items()}
+    if isinstance(value, dict):
+        return {k: _move(v, device) for k, v in value.items()}
+    return value
 
 
 def _randomise_zeros(model: nn.Module) -> None:

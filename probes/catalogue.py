@@ -24,13 +24,30 @@ class InputSpec:
     name: str
     """Argument name; ``a.b`` puts the tensor under key ``b`` of a dictionary argument ``a``."""
     shape: tuple[str, ...]
-    """Expressions over B (batch), H, W (pixels), F (frames), T (text tokens) and the model's config values."""
+    """Expressions over B (batch), H, W (pixels), F (frames), T (text tokens), S (seconds), R (reference images) and the
+    model's config values."""
     dtype: str = "compute"
     """``compute`` (the training precision) or a torch dtype name."""
     fill: str = "normal"
-    """Values for a real run: normal, uniform (0 to 1), timestep (0 to 999), ones, zeros or arange."""
+    """Values for a real run: normal, uniform (0 to 1), timestep (0 to 999), ones, zeros, arange (remainders of 64), range
+    (`start`, `start` + 1, ...), runs (see `runs`), grid or axes (see `grid`)."""
     list_of: str | None = None
-    """Expression: the argument is a list of that many tensors of this shape."""
+    """Expression: the argument is a list of that many tensors of this shape (or of that many copies of `value`)."""
+    start: str = "0"
+    """Expression: first value of ``range``."""
+    runs: tuple[tuple[str, str], ...] = ()
+    """For ``runs``: (how many, value) expressions, one after the other along the last axis."""
+    grid: tuple[str, ...] = ()
+    """For ``grid``, shape [N, axes] or [B, N, axes]: row-major positions in a grid of these sizes. For ``axes``: a list of
+    one 1-D tensor an axis, 0 to its size - 1."""
+    value: Any = None
+    """Not a tensor but this: nested lists and tables, where texts are expressions (``none`` stands for None) and a list
+    without lists inside becomes a tuple."""
+    when: str = "1"
+    """Expression: left out where it is 0."""
+    needs_values: bool = False
+    """The model reads these values to decide what it does, so a trace gives it real ones. Whole numbers and booleans always
+    have them where a trace has to."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,8 @@ class Regions:
     feed_forward: tuple[tuple[str, ...], ...] = ()
     trainer_ffn_start: str | None = None
     groupable: bool = True
+    checkpointed: bool = True
+    """False: no trainer checkpoints these blocks (an adapter, a refiner that runs outside), so the list is no chain."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,8 @@ class Variant:
     """Published parameter count."""
     text_tokens: int | None
     skip_inputs: tuple[str, ...]
+    overrides: Mapping[str, Any]
+    """Tables of the fact sheet that are different for this variant."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +84,8 @@ class Reduced:
     resolution: int
     frames: int
     text_tokens: int
+    seconds: int
+    symbols: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -80,26 +103,48 @@ class Family:
     patch: int
     """Latents per token (or the deepest level's latent), each side; width and height must be multiples of both."""
     temporal_factor: int
-    """Frames per latent frame; valid frame counts are 1 + n * factor."""
+    """Frames per latent frame; valid frame counts are `first_frames` + n * factor."""
+    first_frames: int
+    max_side: int | None
+    """Longest side in pixels, where a position table limits it."""
+    max_pixels: int | None
+    """Largest width x height in pixels, where a position table limits it."""
+    max_frames: int | None
+    max_batch: int | None
+    """Samples that one forward takes, where the model has no batch axis."""
     default_resolution: tuple[int, int]
     """Height, width in pixels."""
     default_frames: int
+    default_seconds: int
+    """Length of an audio clip; 0: the model makes no audio of its own length."""
+    max_seconds: int
+    default_references: int
+    """Reference images a sample (edit models)."""
+    max_references: int
     text_tokens: int
     """Longest text the trainer feeds."""
     padding: str
     """``max_length``: always padded to `text_tokens`; ``longest``: the caption's own length."""
     variants: Mapping[str, Variant]
+    symbols: Mapping[str, int]
+    """Further names for the shape expressions (lengths that are fixed, but smaller in the reduced copy)."""
     inputs: tuple[InputSpec, ...]
     output_shape: tuple[str, ...]
     output_stack: bool
     """The model returns a list of per-sample tensors."""
     objective: str
-    """What it is trained on: ``flow`` (rectified flow) or ``epsilon`` (DDPM noise prediction)."""
+    """What it is trained on: ``flow`` (rectified flow), ``epsilon`` (DDPM noise prediction) or ``tokens`` (cross entropy
+    against token ids; the model returns logits [..., n, V] of one or several heads, the output's shape is that of the ids)."""
     reversed_flow: bool
     """The model gets 1 - sigma and predicts data minus noise, the negative of the others."""
     lora_targets: tuple[str, ...]
     regions: Mapping[str, Regions]
     """By list path; ``*`` stands for any text."""
+    reads_values: bool
+    """The model's forward reads values of its inputs, so that a trace without values cannot run."""
+    unknown_selection: str
+    """Expression: one in so many entries is assumed to be selected where the model indexes by values that a trace does not
+    know (expert routing: the number of experts over the number that each token takes). Empty: no such place."""
     reduced: Reduced
 
     @property
@@ -112,11 +157,20 @@ class Family:
         Raises:
             UnknownModelError: naming the variants that exist.
         """
-        wanted = _plain(name or self.default_variant)
+        wanted = _plain(str(name or self.default_variant))
         for v in self.variants.values():
             if wanted in {_plain(v.name), *map(_plain, v.aliases)}:
                 return v
         raise UnknownModelError(f"{self.name} has no variant {name!r}; it has: {', '.join(self.variants)}")
+
+    def of(self, variant: str | None) -> Family:
+        """The family as that variant is: what the variant says takes the place of what the family says.
+
+        Raises:
+            UnknownModelError: naming the variants that exist.
+        """
+        chosen = self.variant(variant)
+        return _specialised(self.name, chosen.name) if chosen.overrides else self
 
 
 def _plain(text: str) -> str:
@@ -131,35 +185,29 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _family(sheet: Mapping[str, Any]) -> Family:
-    pixels, text = sheet["pixels"], sheet["text"]
+    pixels, text = sheet.get("pixels", {}), sheet["text"]
     variants = {
         name: Variant(
             name=name,
             title=v.get("title", name),
             aliases=tuple(v.get("aliases", ())),
-            config=v.get("config", {}),
+            config=_config(v.get("config", {})),
             parameters=v.get("parameters"),
             text_tokens=v.get("text_tokens"),
             skip_inputs=tuple(v.get("skip_inputs", ())),
+            overrides={k: v[k] for k in _OVERRIDES if k in v},
         )
         for name, v in sheet["variants"].items()
     }
-    inputs = tuple(
-        InputSpec(
-            name=name,
-            shape=tuple(spec["shape"]),
-            dtype=spec.get("dtype", "compute"),
-            fill=spec.get("fill", "normal"),
-            list_of=spec.get("list"),
-        )
-        for name, spec in sheet["inputs"].items()
-    )
+    inputs = tuple(_input(name, spec) for name, spec in sheet["inputs"].items())
+    audio, references, tracing = (sheet.get(table, {}) for table in ("audio", "references", "tracing"))
     regions = {
         path: Regions(
             attention=tuple(r.get("attention", ())),
             feed_forward=tuple(tuple(run) for run in r.get("feed_forward", ())),
             trainer_ffn_start=r.get("trainer_ffn_start"),
             groupable=r.get("groupable", True),
+            checkpointed=r.get("checkpointed", True),
         )
         for path, r in sheet.get("regions", {}).items()
     }
@@ -172,14 +220,24 @@ def _family(sheet: Mapping[str, Any]) -> Family:
         model_class=sheet["class"],
         default_variant=sheet["default_variant"],
         source=sheet["source"],
-        vae_factor=pixels["vae_factor"],
-        patch=pixels["patch"],
+        vae_factor=pixels.get("vae_factor", 1),
+        patch=pixels.get("patch", 1),
         temporal_factor=pixels.get("temporal_factor", 1),
-        default_resolution=_pair(pixels["default_resolution"]),
+        first_frames=pixels.get("first_frames", 1),
+        max_side=pixels.get("max_side"),
+        max_pixels=pixels.get("max_pixels"),
+        max_frames=pixels.get("max_frames"),
+        max_batch=sheet["training"].get("max_batch"),
+        default_resolution=_pair(pixels.get("default_resolution", 1)),
         default_frames=pixels.get("default_frames", 1),
+        default_seconds=audio.get("default_seconds", 0),
+        max_seconds=audio.get("max_seconds", 3600 if audio else 0),
+        default_references=references.get("default", 0),
+        max_references=references.get("most", 0),
         text_tokens=text["tokens"],
         padding=text["padding"],
         variants=variants,
+        symbols=sheet.get("symbols", {}),
         inputs=inputs,
         output_shape=tuple(sheet["output"]["shape"]),
         output_stack=sheet["output"].get("stack", False),
@@ -187,24 +245,78 @@ def _family(sheet: Mapping[str, Any]) -> Family:
         reversed_flow=sheet["training"].get("reversed", False),
         lora_targets=tuple(sheet["lora"]["targets"]),
         regions=regions,
+        reads_values=tracing.get("reads_values", False),
+        unknown_selection=tracing.get("unknown_selection", ""),
         reduced=Reduced(
-            config=reduced.get("config", {}),
-            resolution=reduced["resolution"],
+            config=_config(reduced.get("config", {})),
+            resolution=reduced.get("resolution", 1),
             frames=reduced.get("frames", 1),
             text_tokens=reduced["text_tokens"],
+            seconds=reduced.get("seconds", 1),
+            symbols=reduced.get("symbols", {}),
         ),
     )
+
+
+_OVERRIDES = (
+    "class", "symbols", "pixels", "audio", "references", "text", "inputs", "output", "training", "lora", "regions",
+    "tracing", "reduced",
+)  # fmt: skip
+"""What a variant may say differently: tables are merged key by key. A variant with a class of its own shares no inputs,
+regions, tracing hints or reduced copy with the family."""
+
+
+def _config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Constructor arguments. TOML has no null: the text ``none`` stands for None."""
+    return {k: None if v == "none" else v for k, v in given.items()}
+
+
+def _input(name: str, spec: Mapping[str, Any]) -> InputSpec:
+    return InputSpec(
+        name=name,
+        shape=tuple(spec.get("shape", ())),
+        dtype=spec.get("dtype", "compute"),
+        fill=spec.get("fill", "normal"),
+        list_of=spec.get("list"),
+        start=spec.get("start", "0"),
+        runs=tuple((str(count), str(value)) for count, value in spec.get("runs", ())),
+        grid=tuple(spec.get("grid", ())),
+        value=spec.get("value"),
+        when=spec.get("when", "1"),
+        needs_values=spec.get("needs_values", False),
+    )
+
+
+@cache
+def _sheets() -> Mapping[str, Mapping[str, Any]]:
+    found = {}
+    for name in resources.names("families"):
+        if name.endswith(".toml"):
+            sheet = tomllib.loads(resources.text(f"families/{name}"))
+            found[sheet["name"]] = sheet
+    return found
+
+
+@cache
+def _specialised(name: str, variant: str) -> Family:
+    sheet = dict(_sheets()[name])
+    own = sheet["variants"][variant]
+    if "class" in own:
+        for table in ("inputs", "output", "regions", "tracing", "reduced", "audio", "references", "symbols"):
+            sheet.pop(table, None)
+    for key in _OVERRIDES:
+        if key in own:
+            given, base = own[key], sheet.get(key, {})
+            sheet[key] = {**base, **given} if isinstance(given, dict) else given
+            if key == "reduced" and "config" in given:
+                sheet[key]["config"] = {**base.get("config", {}), **given["config"]}
+    return _family(sheet)
 
 
 @cache
 def families() -> Mapping[str, Family]:
     """All families of the catalogue by name, in alphabetical order."""
-    found = {}
-    for name in sorted(resources.names("families")):
-        if name.endswith(".toml"):
-            family = _family(tomllib.loads(resources.text(f"families/{name}")))
-            found[family.name] = family
-    return found
+    return {name: _family(sheet) for name, sheet in sorted(_sheets().items())}
 
 
 def find(name: str) -> Family:

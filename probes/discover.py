@@ -52,6 +52,7 @@ def discover(model: nn.Module, regions: Mapping[str, Regions] | None = None) -> 
         Chain(path, _blocks(path, modules, given), linked, given.groupable if given else True)
         for path, modules, linked in _lists(model, "", in_level=False)
         for given in (_given(path, regions or {}),)
+        if given is None or given.checkpointed
     ]
     return Structure(tuple(chains))
 
@@ -175,7 +176,11 @@ def _blocks(path: str, modules: list[nn.Module], given: Regions | None) -> tuple
 
 
 def _check(path: str, modules: list[nn.Module], given: Regions) -> None:
-    named = [*given.attention, *(part for run in given.feed_forward for part in run)]
+    named = [part for run in given.feed_forward for part in run]
+    if not any(_has(m, part) for m in modules for part in given.attention):
+        named += (
+            given.attention
+        )  # one that is missing may belong to other variants of the family (SD3's second attention)
     if given.trainer_ffn_start is not None:
         named.append(given.trainer_ffn_start)
     for part in named:

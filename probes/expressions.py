@@ -21,7 +21,7 @@ class ExpressionError(ValueError):
 
 
 def evaluate(text: str, names: Mapping[str, Any]) -> int:
-    """Value of e.g. ``(H//16)*(W//16)``. Operators: + - * // % and parentheses.
+    """Value of e.g. ``(H//16)*(W//16)``. Operators: + - * // % and parentheses; ``-(-H//32)`` rounds up.
 
     Raises:
         ExpressionError: anything else, or a name that is not a whole number.
@@ -48,3 +48,26 @@ def evaluate(text: str, names: Mapping[str, Any]) -> int:
         raise ExpressionError(f"{text!r} is not an expression") from None
     except ZeroDivisionError:
         raise ExpressionError(f"{text!r} divides by zero") from None
+
+
+def evaluate_all(value: Any, names: Mapping[str, Any]) -> Any:
+    """A nested value with every text in it evaluated; ``none`` is None, and a list without lists inside becomes a tuple.
+    ``{repeat = "R", of = x}`` inside a list stands for R times x.
+
+    Raises:
+        ExpressionError: as `evaluate`.
+    """
+    match value:
+        case str():
+            return None if value == "none" else evaluate(value, names)
+        case list():
+            found: list[Any] = []
+            for v in value:
+                if isinstance(v, dict) and v.keys() == {"repeat", "of"}:
+                    found += [evaluate_all(v["of"], names)] * evaluate(v["repeat"], names)
+                else:
+                    found.append(evaluate_all(v, names))
+            return found if any(isinstance(v, (list, tuple, dict)) for v in found) else tuple(found)
+        case dict():
+            return {k: evaluate_all(v, names) for k, v in value.items()}
+    return value

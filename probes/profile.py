@@ -30,6 +30,8 @@ class Profile:
     """The batch and the target, one entry a tensor."""
     parameters: int
     """Of the base model."""
+    host_weight_bytes: int = 0
+    """Weights that wait in host memory and pass through the device in every forward and backward."""
     notes: tuple[str, ...] = ()
     """Assumptions and fallbacks of the probe."""
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -7,7 +7,7 @@ allocates and frees inside. It does not see memory outside operators: library wo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -62,12 +62,13 @@ class _Op:
 class _Ticket:
     """Stands for a saved tensor inside autograd's graph; tells the recorder when the graph lets go of it."""
 
-    __slots__ = ("__weakref__", "device", "dtype", "index", "kept", "recorder", "size", "stride")
+    __slots__ = ("__weakref__", "device", "dtype", "index", "kept", "recorder", "size", "stride", "values")
 
     def __init__(self, recorder: Recorder, index: int, tensor: torch.Tensor, resident: bool) -> None:
         self.recorder = recorder
         self.index = index
         self.kept = tensor if resident else None
+        self.values: torch.Tensor | None = None
         self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
     def __del__(self) -> None:
@@ -78,13 +79,15 @@ class Recorder(TorchDispatchMode):
     """Use as a context manager around the step, together with :meth:`saved_tensors`.
 
     Args:
-        device: type of the device whose storages are counted; a model's small host tensors beside a GPU are not.
+        devices: types of the devices whose storages are counted; a model's small host tensors beside a GPU are not.
         scratch: what kernels allocate inside.
+        keep_values: whole numbers and booleans on the CPU are real, and backward reads them: it gets copies.
     """
 
-    def __init__(self, device: str, scratch: Scratch | None = None) -> None:
+    def __init__(self, devices: Collection[str], scratch: Scratch | None = None, keep_values: bool = False) -> None:
         super().__init__()
-        self.device = device
+        self.devices = (devices,) if isinstance(devices, str) else tuple(devices)
+        self.keep_values = keep_values
         self.now = 0
         self.scratch_of = scratch
         self._ids: dict[int, int] = {}
@@ -171,7 +174,7 @@ class Recorder(TorchDispatchMode):
             storage = t.untyped_storage()
             key = storage._cdata
             if key not in self._ids:
-                if t.device.type == self.device:
+                if t.device.type in self.devices:
                     self._born(storage, key)
                 else:
                     self._resident(storage, key)
@@ -209,7 +212,10 @@ class Recorder(TorchDispatchMode):
             self.released_at.append(0)
             self.saved_movable.append(tensor.grad_fn is not None)
             self.saved_bytes.append(tensor.numel() * tensor.element_size())
-            return _Ticket(self, index, tensor, sid < 0)
+            ticket = _Ticket(self, index, tensor, sid < 0)
+            if self.keep_values and sid >= 0 and tensor.device.type == "cpu" and not tensor.is_floating_point():
+                ticket.values = self._copy(tensor)
+            return ticket
 
         def unpack(ticket: _Ticket) -> torch.Tensor:
             self.now += 1
@@ -219,7 +225,10 @@ class Recorder(TorchDispatchMode):
                 return ticket.kept
             self._paused = True
             try:
-                stand_in = torch.empty_strided(ticket.size, ticket.stride, dtype=ticket.dtype, device=ticket.device)
+                if ticket.values is not None:
+                    stand_in = ticket.values.clone()
+                else:
+                    stand_in = torch.empty_strided(ticket.size, ticket.stride, dtype=ticket.dtype, device=ticket.device)
             finally:
                 self._paused = False
             storage = stand_in.untyped_storage()
@@ -235,6 +244,13 @@ class Recorder(TorchDispatchMode):
             return stand_in
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._paused = True
+        try:
+            return tensor.detach().clone()
+        finally:
+            self._paused = False
 
     # modules ----------------------------------------------------------------------------------------------------------
 

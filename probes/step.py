@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +12,26 @@ from probes.build import Job
 
 
 def forward_loss(job: Job) -> torch.Tensor:
-    """Forward pass and mean squared error against the target, float32 scalar."""
+    """Forward pass and loss, float32 scalar: mean squared error, or cross entropy where the target holds token ids."""
     device = job.target.device.type
     context = torch.autocast(device, job.autocast) if job.autocast is not None else contextlib.nullcontext()
     with context:
         output = job.model(**job.inputs, return_dict=False)[0]
         if job.output_stack:
             output = torch.stack(list(output))
+    if not job.target.is_floating_point():
+        return _cross_entropy(output, job.target)
     return F.mse_loss(output.float(), job.target.float())
+
+
+def _cross_entropy(logits: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """Mean over all positions. `logits` [..., n, V] of several heads, whose n add up to the last axis of `ids`."""
+    parts = ids.split([part.shape[-2] for part in logits], dim=-1)
+    losses = [
+        F.cross_entropy(part.float().flatten(0, -2), wanted.flatten(), reduction="none")
+        for part, wanted in zip(logits, parts, strict=True)
+    ]
+    return torch.cat(losses).mean()
 
 
 def train_step(job: Job, optimizer: torch.optim.Optimizer) -> torch.Tensor:

@@ -27,7 +27,7 @@ from probes.structure import Block, Chain, Structure
 from probes.tape import Call, Tape
 from probes.workload import Workload
 
-FORMAT = 1
+FORMAT = 2
 """Raise when the meaning of a stored profile changes."""
 
 _ARRAYS = [
@@ -109,6 +109,7 @@ def to_bytes(profile: Profile) -> bytes:
         "trained_sizes": profile.trained_sizes,
         "input_bytes": profile.input_bytes,
         "parameters": profile.parameters,
+        "host_weight_bytes": profile.host_weight_bytes,
         "notes": profile.notes,
         "measured": {k: dict(v) for k, v in profile.measured.items()},
         "bounds": [t.length, t.backward_start, t.optimizer_start],
@@ -174,6 +175,7 @@ def from_bytes(content: bytes) -> Profile:
             trained_sizes=tuple((int(a), int(b), int(c)) for a, b, c in meta["trained_sizes"]),
             input_bytes=tuple(meta["input_bytes"]),
             parameters=meta["parameters"],
+            host_weight_bytes=meta["host_weight_bytes"],
             notes=tuple(meta["notes"]),
             measured=meta["measured"],
         )

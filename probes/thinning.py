@@ -54,7 +54,7 @@ def signature(block: nn.Module, index: int) -> tuple[object, ...]:
     parts: list[object] = []
     for name, module in block.named_modules():
         values = tuple(
-            (k, "its index" if v == index and _LABEL.search(k) else v)
+            (k, "its index" if type(v) is int and v == index and _LABEL.search(k) else v)
             for k, v in sorted(module.__dict__.items())
             if (isinstance(v, plain) or (isinstance(v, tuple) and all(isinstance(x, plain) for x in v)))
             and not k.startswith("_")

@@ -12,15 +12,16 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from probes import build, thinning
+from probes import build, quantized, stand_ins, thinning
 from probes.discover import discover
+from probes.expressions import evaluate
 from probes.profile import Profile
 from probes.recorder import Recorder
 from probes.step import forward_loss
@@ -35,6 +36,36 @@ class TraceError(RuntimeError):
     """The model could not be traced."""
 
 
+class Way(NamedTuple):
+    """What stands for the tensors of a traced step."""
+
+    on_meta: bool
+    """Meta tensors: fast, but no CPU dispatch. Else CPU ones."""
+    known_values: bool = False
+    """For models that read masks, lengths or token ids: beside meta tensors those are real (`stand_ins.KnownValues`); on the
+    CPU all are, which only a small copy can afford."""
+
+    @property
+    def text(self) -> str:
+        if self.on_meta:
+            return "meta tensors beside real whole numbers" if self.known_values else "meta tensors"
+        return "real tensors" if self.known_values else "fake tensors"
+
+
+META, VALUES, FAKE, REAL = Way(True), Way(True, True), Way(False), Way(False, True)
+
+
+def _attempts(workload: Workload, target: Target, runs: list[thinning.Run]) -> list[tuple[list[thinning.Run], Way]]:
+    """Fast ways first; all but the last may fail."""
+    reads = workload.family.reads_values
+    if target.kind == "cpu":
+        ways = [] if reads and workload.reduced else [FAKE]
+    else:
+        ways = [VALUES, FAKE] if reads else [META, VALUES, FAKE]
+    found = [(chosen, way) for chosen in ([runs, []] if runs else [[]]) for way in ways]
+    return [*found, ([], REAL)] if target.kind == "cpu" and workload.reduced else found
+
+
 def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile:
     """Traces one training step.
 
@@ -42,34 +73,41 @@ def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile
         whole: trace every block, even where a run of identical ones could be traced through five.
 
     Raises:
-        TraceError: the model's forward or backward does not run on fake tensors.
+        TraceError: the model's forward or backward does not run without real tensors.
         WorkloadError: LoRA targets that match nothing; an attention backend that does not take the model.
     """
     with torch.device("meta"):
         base = build.build_base(workload)
     structure = discover(base, workload.family.regions)
     runs = [] if whole else thinning.find_runs(base, structure)
-    # Meta tensors are three times as fast as fake ones but have no CPU dispatch; both shortcuts may fail, the last way may not.
-    attempts = [(runs, True), (runs, False), ([], True), ([], False)]
-    if target.kind == "cpu":
-        attempts = [a for a in attempts if not a[1]]
-    attempts = list({(bool(r), m): (r, m) for r, m in attempts}.values())
+    attempts = _attempts(workload, target, runs)
     sizes, parameters = _base_sizes(base, workload)
-    notes: list[str] = []
-    for chosen, on_meta in attempts:
+    on_host = quantized.host_weight_bytes(base, workload)
+    notes = stand_ins.notes(type(base))
+    if (facts := quantized.table().get(workload.precision)) is not None:
+        notes.append(
+            f"{facts.precision}: {facts.note}; its kernels are not traced but described, so time and peak are less sure"
+        )
+    uneven = False
+    for chosen, way in attempts:
+        if uneven and chosen:
+            continue
         try:
-            found = _trace(workload, target, base, structure, chosen, on_meta)
+            found = _trace(workload, target, base, structure, chosen, *way)
         except (WorkloadError, MemoryError):
             raise
         except Exception as error:
-            if (chosen, on_meta) == attempts[-1]:
+            uneven = uneven or isinstance(error, thinning.UnevenError)
+            if (chosen, way) == attempts[-1]:
                 raise TraceError(f"{workload.model} could not be traced: {type(error).__name__}: {error}") from error
-            way = f"{'five blocks of each run' if chosen else 'every block'} on {'meta' if on_meta else 'fake'} tensors"
-            notes.append(f"tracing {way} failed ({type(error).__name__}: {error})")
+            part = "five blocks of each run" if chosen else "every block"
+            notes.append(f"tracing {part} on {way.text} failed ({type(error).__name__}: {error})")
             with torch.device("meta"):
                 base = build.build_base(workload)
             continue
-        return dataclasses.replace(found, base_sizes=sizes, parameters=parameters, notes=tuple(notes))
+        return dataclasses.replace(
+            found, base_sizes=sizes, parameters=parameters, host_weight_bytes=on_host, notes=(*notes, *found.notes)
+        )
     raise AssertionError("unreachable")
 
 
@@ -78,7 +116,11 @@ def _base_sizes(model: nn.Module, workload: Workload) -> tuple[tuple[tuple[int, 
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if workload.adapter == "full":
         tensors = list(model.named_buffers())
+    described = {f"{n}.weight": facts for n, facts in quantized.described_linears(model, workload).items()}
     for name, t in tensors:
+        if name in described:
+            counted[round(t.numel() * described[name].weight_bytes)] += 1
+            continue
         dtype = build.parameter_dtype(model, name, t.detach(), workload, torch.float32)
         counted[t.numel() * dtype.itemsize] += 1
     return tuple(sorted(counted.items())), sum(p.numel() for p in model.parameters())
@@ -91,14 +133,27 @@ def _trace(
     structure: Structure,
     runs: list[thinning.Run],
     on_meta: bool,
+    known_values: bool = False,
 ) -> Profile:
     kept = thinning.thin(base, runs)
     model = base
-    build.inject_adapter(model, workload)
-    fake = None if on_meta else FakeTensorMode(allow_non_fake_inputs=True)
-    _empty(model, fake, workload)
+    way = Way(on_meta, known_values)
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if way == FAKE else None
+    known = stand_ins.KnownValues(_one_in(workload, base)) if way == VALUES else None
+    if way == REAL:
+        ready = build.real_job(workload)
+        model = ready.model
+    else:
+        quantized.replace(model, workload)
+        build.inject_adapter(model, workload)
+        _empty(model, fake, workload)
     model.train()
-    recorder = Recorder("meta" if on_meta else "cpu", cuda_scratch if target.kind == "cuda" else None)
+    counted_devices = {META: ("meta",), VALUES: ("meta", "cpu")}.get(way, ("cpu",))
+    recorder = Recorder(
+        counted_devices,
+        cuda_scratch if target.kind == "cuda" else None,
+        keep_values=known_values,
+    )
     names = {thinning.original_name(n, kept): n for n, _ in model.named_modules()}
     links = _Links()
     for chain in structure.chains:
@@ -116,14 +171,17 @@ def _trace(
                 if name in names and name != block.name:
                     recorder.watch_module(name, model.get_submodule(names[name]))
     with fake or contextlib.nullcontext():
-        with torch.device("meta") if on_meta else contextlib.nullcontext():
-            inputs, wanted = build.make_inputs(workload, model)
-        autocast = None if workload.precision == "fp32" else torch.bfloat16
-        job = build.Job(model, inputs, wanted, workload.family.output_stack, autocast)
-        leaves = [t for t in [*pytree.tree_leaves(inputs), wanted] if isinstance(t, torch.Tensor)]
+        if way == REAL:
+            job = ready
+        else:
+            with torch.device("meta") if on_meta else contextlib.nullcontext():
+                inputs, wanted = build.make_inputs(workload, model, known_values=known_values)
+            autocast = None if workload.precision == "fp32" else torch.bfloat16
+            job = build.Job(model, inputs, wanted, workload.family.output_stack, autocast)
+        leaves = [t for t in [*pytree.tree_leaves(job.inputs), job.target] if isinstance(t, torch.Tensor)]
         input_bytes = tuple(t.untyped_storage().nbytes() for t in leaves)
         functions = CudaFunctions(target) if target.kind == "cuda" else contextlib.nullcontext()
-        with recorder, _meta_autocast():
+        with known or contextlib.nullcontext(), recorder, _meta_autocast():
             with functions, recorder.saved_tensors():
                 loss = forward_loss(job)
             backward_start = recorder.now
@@ -152,6 +210,21 @@ def _trace(
         trained_sizes=tuple((n, size, count) for (n, size), count in sorted(counted.items())),
         input_bytes=input_bytes,
         parameters=0,
+        notes=_assumptions(workload, known),
+    )
+
+
+def _one_in(workload: Workload, model: nn.Module) -> int | None:
+    text = workload.family.unknown_selection
+    return evaluate(text, build.symbols(workload, model)) if text else None
+
+
+def _assumptions(workload: Workload, known: stand_ins.KnownValues | None) -> tuple[str, ...]:
+    if known is None or not known.assumed:
+        return ()
+    return (
+        f"{workload.model} routes tokens by values that a trace does not know: balanced routing is assumed "
+        f"(one in {known.one_in} of a layer's choices goes to each expert)",
     )
 
 
@@ -174,7 +247,10 @@ def _meta_autocast() -> Iterator[None]:
 
 
 def _empty(model: nn.Module, fake: FakeTensorMode | None, workload: Workload) -> None:
-    """Replaces every parameter and buffer by a meta (or fake CPU) tensor of the dtype that it has in training."""
+    """Replaces every parameter and buffer by a meta (or fake CPU) tensor of the dtype that it has in training.
+
+    So are tables that a module keeps as plain attributes: a run has them on its device, as a meta or CPU trace must have.
+    """
     done: dict[int, Any] = {}
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
@@ -191,6 +267,9 @@ def _empty(model: nn.Module, fake: FakeTensorMode | None, workload: Workload) ->
                         data = nn.Parameter(data, requires_grad=t.requires_grad)
                     done[id(t)] = (data, t)
                 table[key] = done[id(t)][0]
+        for key, value in list(module.__dict__.items()):
+            if fake is not None and type(value) is torch.Tensor and value.is_meta:
+                module.__dict__[key] = FakeTensor(fake, value, device=torch.device("cpu"))
 
 
 class _Links:

@@ -40,7 +40,18 @@ PRECISIONS = (
     "gguf",
     "bf16-upcast",
 )
-ESTIMATED_PRECISIONS = ("bf16", "fp32")
+ESTIMATED_PRECISIONS = (
+    "bf16",
+    "fp32",
+    "int8-sdnq",
+    "int8-sdnq-hadamard",
+    "int8-quanto",
+    "int4-quanto",
+    "int8-torchao",
+    "fp8wo-torchao",
+    "fp8-native",
+    "nf4",
+)
 ATTENTION = ("auto", "flash", "efficient", "cudnn", "math")
 COMPILE = ("none", "regional")
 EXECUTORS = ("bundled", "simpletuner", "diffusers")
@@ -57,6 +68,8 @@ OPTIMIZERS = (
     "sgd",
     "sgd-momentum",
 )
+LOKR_TARGETS = ("Attention", "FeedForward")
+"""Module classes that a LoKr adapter goes into by default (the trainer's example presets)."""
 MAX_PIXELS = 16384
 MAX_FRAMES = 4096
 MAX_BATCH = 4096
@@ -91,14 +104,21 @@ class Workload:
     fuse_qkv: bool
     weights_offload: str
     compile: str
+    lokr_factor: int = 16
+    lokr_full_matrix: bool = False
     reduced: bool = False
     """The small copy of the model that a CPU run uses."""
+    seconds: int = 0
+    """Length of the clip, for audio models; else 0."""
+    references: int = 0
+    """Reference images a sample, for edit models; else 0."""
     config_json: str = ""
     """Constructor arguments as JSON text, where they come from given weights instead of the catalogue."""
 
     @property
     def family(self) -> catalogue.Family:
-        return catalogue.find(self.model)
+        """As the variant is."""
+        return catalogue.find(self.model).of(self.variant)
 
     @property
     def resolution(self) -> str:
@@ -165,6 +185,20 @@ def parse_resolution(value: Any, family: catalogue.Family) -> tuple[int, int]:
             f"--resolution {value} does not fit {family.name}: width and height must be multiples of {step} "
             f"(nearest: {near[0]}x{near[1]})"
         )
+    longest = family.max_side
+    if longest is not None and max(width, height) > longest:
+        near = tuple(min(s, longest) for s in (width, height))
+        raise WorkloadError(
+            f"--resolution {value} is too large for {family.name}: its position table ends at {longest} pixels a side "
+            f"(nearest: {near[0]}x{near[1]})"
+        )
+    if family.max_pixels is not None and width * height > family.max_pixels:
+        scale = math.sqrt(family.max_pixels / (width * height))
+        near = tuple(max(step, int(s * scale) // step * step) for s in (width, height))
+        raise WorkloadError(
+            f"--resolution {value} is too large for {family.name}: width x height must be at most {family.max_pixels} pixels "
+            f"(nearest: {near[0]}x{near[1]})"
+        )
     return height, width
 
 
@@ -172,13 +206,41 @@ def _frames(value: Any, family: catalogue.Family) -> int:
     frames = _whole("frames", value, MAX_FRAMES)
     if family.kind != "video" and frames != 1:
         raise WorkloadError(f"--frames {frames}: {family.name} is an {family.kind} model; leave --frames out")
-    step = family.temporal_factor
-    if (frames - 1) % step:
-        below = frames - (frames - 1) % step
+    step, first, most = family.temporal_factor, family.first_frames, family.max_frames or MAX_FRAMES
+    if family.kind == "video" and frames < first:
         raise WorkloadError(
-            f"--frames {frames} does not fit {family.name}: its VAE takes 1 + n x {step} frames (nearest: {below} and {below + step})"
+            f"--frames {frames} does not fit {family.name}: it takes at least {first} (nearest: {first})"
+        )
+    below = frames - (frames - first) % step
+    if frames > most:
+        nearest = most - (most - first) % step
+        raise WorkloadError(f"--frames {frames} is more than {family.name} takes (nearest: {nearest})")
+    if below != frames and family.kind == "video":
+        near = str(below) if below + step > most else f"{below} and {below + step}"
+        raise WorkloadError(
+            f"--frames {frames} does not fit {family.name}: its VAE takes {first} + n x {step} frames (nearest: {near})"
         )
     return frames
+
+
+def _seconds(value: Any, family: catalogue.Family) -> int:
+    if family.kind != "audio":
+        if value is not None:
+            raise WorkloadError(f"--seconds {value}: {family.name} is no audio model; leave --seconds out")
+        return 0
+    return _whole("seconds", family.default_seconds if value is None else value, family.max_seconds)
+
+
+def _references(value: Any, family: catalogue.Family, variant: str) -> int:
+    if value is None:
+        return family.default_references
+    if value == 0 and not isinstance(value, bool):
+        return 0
+    if family.max_references == 0:
+        raise WorkloadError(
+            f"--references {value}: {family.name} {variant} takes no reference images; leave --references out"
+        )
+    return _whole("references", value, family.max_references)
 
 
 REQUEST_KEYS = (
@@ -201,6 +263,8 @@ REQUEST_KEYS = (
     "fuse_qkv",
     "weights_offload",
     "compile",
+    "seconds",
+    "references",
 )
 
 
@@ -214,14 +278,24 @@ def from_request(request: Mapping[str, Any]) -> Workload:
     get = {k: v for k, v in request.items() if v is not None}.get
     family = catalogue.find(get("model", ""))
     variant = family.variant(get("variant"))
-    height, width = parse_resolution(r, family) if (r := get("resolution")) is not None else family.default_resolution
+    family = family.of(variant.name)
+    height, width = family.default_resolution
+    if (size := get("resolution")) is not None:
+        if family.kind == "audio":
+            raise WorkloadError(f"--resolution {size}: {family.name} is an audio model; its length is --seconds")
+        height, width = parse_resolution(size, family)
+    batch = _whole("batch", get("batch", 1), MAX_BATCH)
+    if family.max_batch is not None and batch > family.max_batch:
+        raise WorkloadError(
+            f"--batch {batch}: {family.name} takes at most {family.max_batch} a step; accumulate gradients over more steps"
+        )
     text_limit = variant.text_tokens or family.text_tokens
     caption = _whole("caption-tokens", get("caption_tokens", text_limit), 1_000_000)
     if caption > text_limit:
         raise WorkloadError(f"--caption-tokens {caption} is more than {family.name} takes ({text_limit})")
     adapter = _choice("adapter", get("adapter", "lora"), ADAPTERS)
     rank = _whole("rank", get("rank", 16), MAX_RANK)
-    targets = get("lora_targets", family.lora_targets)
+    targets = get("lora_targets", family.lora_targets if adapter == "lora" else LOKR_TARGETS)
     if (
         isinstance(targets, str)
         or not isinstance(targets, Sequence)
@@ -235,7 +309,7 @@ def from_request(request: Mapping[str, Any]) -> Workload:
         height=height,
         width=width,
         frames=_frames(get("frames", family.default_frames), family),
-        batch=_whole("batch", get("batch", 1), MAX_BATCH),
+        batch=batch,
         caption_tokens=caption,
         text_tokens=text_limit if family.padding == "max_length" else caption,
         adapter=adapter,
@@ -249,22 +323,29 @@ def from_request(request: Mapping[str, Any]) -> Workload:
         fuse_qkv=bool(get("fuse_qkv", False)),
         weights_offload=str(get("weights_offload", "none")),
         compile=_choice("compile", get("compile", "none"), COMPILE),
+        seconds=_seconds(get("seconds"), family),
+        references=_references(get("references"), family, variant.name),
     )
     _check_supported(workload)
     return workload
 
 
 def _check_supported(w: Workload) -> None:
-    if w.adapter == "lokr":
-        raise NotYetError("--adapter lokr cannot be estimated yet; lora and full can")
     if w.precision not in ESTIMATED_PRECISIONS:
         raise NotYetError(f"--precision {w.precision} cannot be estimated yet; {', '.join(ESTIMATED_PRECISIONS)} can")
+    if w.adapter == "full" and w.precision not in ("bf16", "fp32"):
+        raise WorkloadError(
+            f"--precision {w.precision} does not go with --adapter full: a quantised weight cannot be trained"
+        )
     if w.weights_offload != "none":
         if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9]\d*", w.weights_offload):
             raise WorkloadError(
                 f"--weights-offload {w.weights_offload!r} is not valid; valid: none, ramtorch, blocks:N"
             )
-        raise NotYetError(f"--weights-offload {w.weights_offload} cannot be estimated yet; none can")
+        if w.weights_offload != "ramtorch":
+            raise NotYetError(f"--weights-offload {w.weights_offload} cannot be estimated yet; none and ramtorch can")
+        if w.adapter == "full":
+            raise NotYetError("--weights-offload ramtorch with --adapter full cannot be estimated yet")
     if w.compile != "none":
         raise NotYetError(f"--compile {w.compile} cannot be estimated yet; none can")
     if w.fuse_qkv:
@@ -281,6 +362,7 @@ def reduced_copy(workload: Workload) -> Workload:
         height=small.resolution,
         width=small.resolution,
         frames=small.frames,
+        seconds=small.seconds if family.kind == "audio" else 0,
         text_tokens=text,
         caption_tokens=text,
         rank=min(workload.rank, 8),

@@ -1,0 +1,688 @@
+"""The `advise` command: options in, text or JSON out, an exit status.
+
+Exit status: 0 something fits (or the command did its work), 1 nothing fits (`batch`: some line failed, `verify`: outside the
+band), 2 bad usage or a question that cannot be answered, 130 interrupted, 141 the reader of the output went away.
+Heavy imports are inside the commands: `advise --help` imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from advisor import options
+from probes.workload import EXECUTORS, WorkloadError
+
+if TYPE_CHECKING:
+    from advisor.api import Plan, Session
+    from estimators.devices import Device
+    from probes.workload import Workload
+
+# typer carries click in some versions and depends on it in others; its public exceptions are click's in both.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+_ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+DONE, NOTHING_FITS, BAD_USAGE, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
+MAX_STEPS = 10_000_000
+FULL_TIER_GB = 24
+"""The memory tier whose whole table is shown when no device is known."""
+
+
+class _AsGiven:
+    """Takes an option's text as it is. Stands in for typer's own conversion, which imports pydantic: 0.15 s a start."""
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        return value
+
+
+class _Strict:
+    """What all commands share: an option given twice is refused (one of its values would be dropped), and a quick help."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if hasattr(param, "_runtime_param"):
+                param._runtime_param = _AsGiven()
+        return params
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        order = self.make_parser(ctx).parse_args(list(args))[2]  # type: ignore[attr-defined]
+        seen = set()
+        for param in order:
+            if param.param_type_name != "option" or getattr(param, "is_flag", False) or param.multiple:
+                continue
+            if param.name in seen:
+                raise _UsageError(f"{param.opts[0]} is given twice", ctx=ctx)
+            seen.add(param.name)
+        return super().parse_args(ctx, args)  # type: ignore[misc]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from advisor import help_panels
+
+        formatter.write(help_panels.draw(self, ctx))
+
+
+class _Command(_Strict, TyperCommand):
+    pass
+
+
+class _Group(_Strict, TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is None:
+            names = ", ".join(self.list_commands(ctx))
+            raise _UsageError(
+                f"unknown command {args[0]!r}; valid: {names}; or no command: advise --model NAME", ctx=ctx
+            )
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=_Group,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status. Errors become one line on standard error."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    sys.stdout = sys.stdout or io.StringIO()  # None where the caller has closed it
+    sys.stderr = sys.stderr or io.StringIO()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        status = _run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        _silence_stdout()
+        return READER_GONE
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
+    except _ClickException as error:
+        text = " ".join(error.format_message().split())
+        _complain(text[:1].lower() + text[1:])
+    except Exception as error:
+        if os.environ.get("ADVISE_DEBUG") and not options.is_expected(error):
+            raise
+        if isinstance(error, OSError):
+            _silence_stdout()
+        _complain(options.describe(error))
+    return BAD_USAGE
+
+
+def _run(args: list[str]) -> int:
+    command: Any = typer.main.get_command(app)
+    try:
+        with command.make_context("advise", args) as context:
+            result = command.invoke(context)
+    except typer.Exit as stop:
+        result = stop.exit_code
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    return result if isinstance(result, int) else DONE
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"advise: error: {text}", file=sys.stderr)
+
+
+def _silence_stdout() -> None:
+    """Points standard output at nothing, so that the interpreter's last flush cannot fail."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _say(text: str) -> None:
+    """A line about what is going on, on standard error."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _busy(text: str) -> Iterator[None]:
+    """Shows that something slow is going on: a spinner on a terminal, one line elsewhere."""
+    if not sys.stderr.isatty():
+        _say(f"{text} ...")
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[Callable[[str], None]]:
+    """A function that shows what is going on now: beside a spinner on a terminal, a line each elsewhere."""
+    if not sys.stderr.isatty():
+        yield _say
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update
+
+
+def _session(workload: Workload, *, refresh: bool = False) -> Session:
+    from advisor.api import Session
+
+    text = f"tracing {workload.model} {workload.variant} {workload.resolution} (once; the profile is kept)"
+    return Session(refresh=refresh, progress=lambda: _busy(text))
+
+
+def _version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        typer.echo(f"advise {version('checkpoint-advisor')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def advise(
+    ctx: typer.Context,
+    model: options.Model = None,
+    variant: options.VariantName = None,
+    resolution: options.Resolution = None,
+    frames: options.Frames = None,
+    seconds: options.Seconds = None,
+    references: options.References = None,
+    batch: options.Batch = None,
+    caption_tokens: options.CaptionTokens = None,
+    adapter: options.Adapter = None,
+    rank: options.Rank = None,
+    alpha: options.Alpha = None,
+    lora_targets: options.LoraTargets = None,
+    lora_dropout: options.LoraDropout = None,
+    lokr_factor: options.LokrFactor = None,
+    lokr_full_matrix: options.LokrFullMatrix = False,
+    precision: options.Precision = None,
+    optimizer: options.Optimizer = None,
+    attention: options.Attention = None,
+    fuse_qkv: options.FuseQkv = False,
+    compile: options.Compile = None,
+    weights_offload: options.WeightsOffload = None,
+    executor: options.ExecutorName = None,
+    objective: options.ObjectiveName = None,
+    gpu: options.Gpu = None,
+    vram: options.Vram = None,
+    headroom: options.Headroom = None,
+    host_ram: options.HostRam = None,
+    as_json: options.AsJson = False,
+    export: options.ExportFile = None,
+    plan: options.PlanFile = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Which gradient-checkpointing schedule trains a diffusion model on your card, fastest without running out of memory?
+
+    advise --model flux --resolution 1024 --gpu 4090 predicts peak memory and step time of every schedule, picks one
+    and prints the trainer's JSON. Without a GPU here and without --gpu or --vram it answers for every memory tier.
+
+    Exit status: 0 something fits, 1 nothing fits, 2 bad usage.
+    """
+    given = [name for name in ctx.params if str(getattr(ctx.get_parameter_source(name), "name", "")) == "COMMANDLINE"]
+    if ctx.invoked_subcommand is not None:
+        if given:
+            option = "--json" if given[0] == "as_json" else f"--{given[0].replace('_', '-')}"
+            raise _UsageError(f"{option} goes after the command {ctx.invoked_subcommand!r}, or without a command")
+        return
+    if not given:
+        typer.echo(ctx.get_help(), err=True)
+        raise typer.Exit(BAD_USAGE)
+    if model is None:
+        raise _UsageError("--model is missing; give a name that `advise models` lists")
+    raise typer.Exit(_answer(ctx.params))
+
+
+def _answer(params: Mapping[str, Any]) -> int:
+    """The main job. Returns the exit status."""
+    from advisor.present import detect_gpu
+    from decision_rules.ladder import Objective
+    from decision_rules.support import Executor
+
+    request = options.request(params)
+    workload = options.workload(request)
+    executor = Executor(options.choice("executor", params["executor"] or "bundled", EXECUTORS))
+    objective = Objective(options.choice("objective", params["objective"] or "ladder", options.OBJECTIVES))
+    headroom = options.gib("headroom", options.number(params["headroom"] or "0"))
+    host_ram = None if params["host_ram"] is None else options.gib("host-ram", options.number(params["host_ram"]))
+    vram = None if params["vram"] is None else options.number(params["vram"])
+    device = options.device(params["gpu"], vram, detect_gpu)
+    files = _output_files(params)
+    if device is None and files:
+        raise WorkloadError(
+            f"--{next(iter(files))} needs a card to plan for and this machine has no GPU; give --gpu or --vram"
+        )
+    if device is not None:
+        options.check_headroom(headroom, device)
+    session = _session(workload)
+
+    def plan_for(card: Device) -> Plan:
+        return session.plan(workload, card, executor, objective, headroom=headroom, host_ram=host_ram)
+
+    ignored = options.without_effect(request, workload)
+    if device is None:
+        return _answer_tiers(plan_for, ignored, as_json=params["as_json"])
+    answer = plan_for(device)
+    if answer.recommended is None:
+        for option in files:
+            _say(f"advise: nothing fits, so --{option} was not written")
+        files = {}
+    _write(answer, files)
+    if params["as_json"]:
+        content = answer.to_json()
+        content["warnings"] += ignored
+        _print_json(content)
+    else:
+        from advisor import reports
+
+        def draw(console: Any) -> None:
+            reports.draw_plan(answer, console)
+            reports.draw_lines([f"warning: {text}" for text in ignored], console)
+            if files:
+                reports.draw_written(files, console)
+
+        sys.stdout.write(reports.render(draw))
+    return DONE if answer.recommended is not None else NOTHING_FITS
+
+
+def _answer_tiers(plan_for: Callable[[Device], Plan], ignored: Sequence[str], *, as_json: bool) -> int:
+    """The answer without a device. Returns the exit status: 0 when any tier holds something.
+
+    As JSON it is the whole answer for the 24 GB tier, and ``tiers``: for each one ``tier_gb``, ``device``, ``recommended`` (null
+    where nothing fits) and ``reasons``.
+    """
+    from estimators import devices
+
+    plans = [(gb, plan_for(card)) for gb, card in zip(devices.TIERS, devices.tiers(), strict=True)]
+    full = dict(plans)[FULL_TIER_GB]
+    if as_json:
+        content = full.to_json()
+        content["warnings"] += ignored
+        content["tiers"] = [
+            {"tier_gb": gb, **{key: plan.to_json()[key] for key in ("device", "recommended", "reasons")}}
+            for gb, plan in plans
+        ]
+        _print_json(content)
+    else:
+        from advisor import reports
+
+        def draw(console: Any) -> None:
+            reports.draw_tiers(plans, full, console)
+            reports.draw_lines([f"warning: {text}" for text in ignored], console)
+
+        sys.stdout.write(reports.render(draw))
+    return DONE if any(plan.recommended is not None for _, plan in plans) else NOTHING_FITS
+
+
+def _output_files(params: Mapping[str, Any]) -> dict[str, Path]:
+    """The files to write, by option; checked before anything slow is done."""
+    from advisor.api import PLAN_FORMAT
+    from estimators.schedule import KEYS
+
+    files = {key: options.output_file(key, params[key]) for key in ("export", "plan") if params[key] is not None}
+    if len(files) == 2 and files["export"] == files["plan"]:
+        raise WorkloadError(f"--export and --plan both name {params['export']}; give two files")
+    for option, path in files.items():
+        found = _json_object(path)
+        ours = not found or (set(found) <= KEYS if option == "export" else found.get("plan_format", -1) != -1)
+        if not ours:
+            kind = "schedule keys" if option == "export" else f"a plan (format {PLAN_FORMAT})"
+            raise WorkloadError(
+                f"--{option} {params[option]}: the file holds other settings and would be replaced by {kind}; give another name"
+            )
+    return files
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """What a small JSON file holds; empty when it is not there or not a JSON object."""
+    try:
+        found = json.loads(path.read_text("utf-8")) if path.stat().st_size < 2**24 else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(answer: Plan, files: Mapping[str, Path]) -> None:
+    """Writes export and plan: both or none of them.
+
+    Raises:
+        OSError: one could not be written; a file that was not there before is not there now.
+    """
+    from probes import store
+
+    new = []
+    try:
+        for option, path in files.items():
+            is_new = not path.exists()
+            if option == "export":
+                store.atomic_write(path, (json.dumps(answer.export, indent=2) + "\n").encode())
+            else:
+                answer.save(path)
+            if is_new:
+                new.append(path)
+    except BaseException as error:
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if isinstance(error, OSError):
+            raise WorkloadError(f"--{option} {path}: could not be written ({error.strerror})") from None
+        raise
+
+
+@app.command(cls=_Command)
+def batch(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="JSON lines, one request each; - reads standard input.")],
+) -> None:
+    """Answers many requests: JSON lines in, JSON lines out, in the same order.
+
+    A request that cannot be answered gives {"error": "..."} on its line. Exit status: 0 all answered, 1 some not.
+    """
+    if file == "-":
+        if sys.stdin is None:
+            raise WorkloadError("FILE -: standard input is closed")
+        raise typer.Exit(_batch(sys.stdin.buffer))
+    if not Path(file).is_file():
+        what = "is a folder" if Path(file).is_dir() else "is not a file" if Path(file).exists() else "does not exist"
+        raise WorkloadError(f"FILE {file}: {what}; give a file of JSON lines, or - for standard input")
+    with open(file, "rb") as lines:
+        raise typer.Exit(_batch(lines))
+
+
+def _batch(lines: Any) -> int:
+    from advisor import batch as batches
+    from advisor.api import Session
+    from advisor.present import detect_gpu
+
+    def write(line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    def tracing() -> Any:
+        return _busy("tracing") if sys.stderr.isatty() else contextlib.nullcontext()
+
+    return DONE if batches.run(lines, write, session=Session(progress=tracing), detect=detect_gpu) else 1
+
+
+@app.command(cls=_Command)
+def models(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="One model, in detail.", show_default=False)
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Lists the models of the catalogue, or says all about one."""
+    from probes import catalogue
+
+    if name is not None:
+        family = catalogue.find(name)
+        from advisor import reports
+
+        if as_json:
+            _print_json(reports.model_json(family))
+        else:
+            sys.stdout.write(reports.render(lambda console: reports.draw_model(family, console)))
+        return
+    from advisor import reports
+
+    families = list(catalogue.families().values())
+    if as_json:
+        _print_json(reports.models_json(families))
+    else:
+        sys.stdout.write(reports.render(lambda console: reports.draw_models(families, console)))
+
+
+@app.command(cls=_Command)
+def gpus(as_json: options.AsJson = False) -> None:
+    """Lists the cards that --gpu takes."""
+    from estimators import devices
+
+    cards = devices.gpus()
+    if as_json:
+        _print_json([card.to_json() for card in cards])
+    else:
+        from advisor import reports
+
+        sys.stdout.write(reports.render(lambda console: reports.draw_gpus(cards, console)))
+
+
+@app.command(cls=_Command)
+def probe(
+    ctx: typer.Context,
+    model: options.Model = None,
+    variant: options.VariantName = None,
+    resolution: options.Resolution = None,
+    frames: options.Frames = None,
+    seconds: options.Seconds = None,
+    references: options.References = None,
+    batch: options.Batch = None,
+    caption_tokens: options.CaptionTokens = None,
+    adapter: options.Adapter = None,
+    rank: options.Rank = None,
+    alpha: options.Alpha = None,
+    lora_targets: options.LoraTargets = None,
+    lora_dropout: options.LoraDropout = None,
+    lokr_factor: options.LokrFactor = None,
+    lokr_full_matrix: options.LokrFullMatrix = False,
+    precision: options.Precision = None,
+    optimizer: options.Optimizer = None,
+    attention: options.Attention = None,
+    fuse_qkv: options.FuseQkv = False,
+    compile: options.Compile = None,
+    weights_offload: options.WeightsOffload = None,
+    refresh: options.Refresh = False,
+) -> None:
+    """Makes a model's profile, stores it and says what was found: measured on this machine's GPU, traced without one."""
+    if model is None:
+        raise _UsageError("--model is missing; give a name that `advise models` lists")
+    from advisor import reports
+    from advisor.present import detect_gpu
+    from probes import store
+    from probes.target import Target
+
+    workload = options.workload(options.request(ctx.params))
+    gpu = detect_gpu()
+    capability = (gpu.capability if gpu is not None else None) or (8, 0)
+    target = Target("cuda", capability, workload.attention)
+    source = "traced" if gpu is None else "measured"
+    if gpu is None:
+        _say("no CUDA GPU in this machine: the profile is traced, not measured")
+
+    def build() -> Any:
+        with _busy(
+            f"{'tracing' if gpu is None else 'measuring'} {workload.model} {workload.variant} {workload.resolution}"
+        ):
+            if gpu is None:
+                from probes.traced import trace
+
+                return trace(workload, target)
+            from probes.measured import measure
+
+            return measure(workload, device="cuda")
+
+    warnings: list[str] = []
+    began = time.perf_counter()
+    profile = store.get(workload, target.key(), source, build, warnings.append, refresh=refresh)
+    took = time.perf_counter() - began
+    path = store.cache_folder() / f"{store.key(workload, target.key(), source)}.npz"
+
+    def draw(console: Any) -> None:
+        reports.draw_profile(profile, path, path.exists(), took, console)
+        reports.draw_lines([f"warning: {text}" for text in warnings], console)
+
+    sys.stdout.write(reports.render(draw))
+
+
+_PlanArgument = Annotated[
+    str, typer.Argument(metavar="PLAN", help="A plan file, as --plan writes it.", show_default=False)
+]
+
+
+@app.command(cls=_Command)
+def verify(
+    plan: _PlanArgument,
+    steps: Annotated[str, typer.Option("--steps", metavar="N", help="Timed training steps. Default: 8.")] = "8",
+    pretrained: Annotated[
+        str | None,
+        typer.Option(
+            "--pretrained",
+            metavar="PATH_OR_ID",
+            help="Weights: a folder or a Hugging Face id. Default: random.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", metavar="KIND", help="Where to run: auto (the GPU if there is one), cpu, cuda. Default: auto."
+        ),
+    ] = "auto",
+    as_json: options.AsJson = False,
+    receipt: Annotated[
+        str | None,
+        typer.Option(
+            "--receipt", metavar="FILE", help="Write the receipt as JSON. Default: not kept.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Trains a few real steps with a plan's schedule: predicted against measured memory and time.
+
+    Exit status: 0 inside the predicted band, 1 outside, 2 could not run.
+    """
+    from advisor import plan_files
+    from advisor.present import detect_gpu
+
+    count = options.whole("steps", steps, 1, MAX_STEPS)
+    options.choice("device", device, ("auto", "cpu", "cuda"))
+    path = None if receipt is None else options.output_file("receipt", receipt)
+    loaded = plan_files.load(plan)
+    if path is not None and path == loaded.path.resolve():
+        raise WorkloadError(f"--receipt {receipt} is the plan itself; give another file")
+    if device == "cuda" and detect_gpu() is None:
+        raise WorkloadError("--device cuda: this machine has no CUDA GPU; auto and cpu run a reduced copy on the CPU")
+    from advisor import verification
+
+    with _telling() as tell:
+        found = verification.verify(loaded, steps=count, pretrained=pretrained, device=device, progress=tell)
+    content = found.to_json()
+    if path is not None:
+        from probes import store
+
+        store.atomic_write(path, (json.dumps(content, indent=2) + "\n").encode())
+    if as_json:
+        _print_json(content)
+    else:
+        from advisor import reports
+
+        def draw(console: Any) -> None:
+            reports.draw_lines(found.lines(), console)
+            if path is not None:
+                reports.draw_written({"receipt": path}, console)
+
+        sys.stdout.write(reports.render(draw))
+    raise typer.Exit(DONE if found.within_band else 1)
+
+
+@app.command(cls=_Command)
+def run(
+    plan: _PlanArgument,
+    steps: Annotated[str, typer.Option("--steps", metavar="N", help="Training steps. Default: 10.")] = "10",
+    latents: Annotated[
+        str | None,
+        typer.Option(
+            "--latents", metavar="FOLDER", help="Cached latents. Default: synthetic ones.", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output", metavar="FOLDER", help="Where to save what was trained. Default: nowhere.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[str, typer.Option("--seed", metavar="N", help="Of weights, data and noise. Default: 0.")] = "0",
+    as_json: options.AsJson = False,
+) -> None:
+    """Trains with the bundled runtime, as the plan says."""
+    from advisor import plan_files
+
+    count = options.whole("steps", steps, 1, MAX_STEPS)
+    number = options.whole("seed", seed, 0, 2**63 - 1)
+    latents_folder = None if latents is None else Path(latents)
+    if latents_folder is not None and not latents_folder.is_dir():
+        raise WorkloadError(
+            f"--latents {latents}: {'is not a folder' if latents_folder.exists() else 'does not exist'}"
+        )
+    output_folder = None if output is None else options.output_folder("output", output)
+    loaded = plan_files.load(plan)
+    from advisor import training
+
+    with _steps_bar(count) as on_step:
+        result = training.run(
+            loaded, steps=count, latents=latents_folder, output=output_folder, seed=number, on_step=on_step
+        )
+    content = result.to_json()
+    if as_json:
+        _print_json(content)
+    else:
+        from advisor import reports
+
+        sys.stdout.write(reports.render(lambda console: reports.draw_run(content, console)))
+
+
+@contextlib.contextmanager
+def _steps_bar(steps: int) -> Iterator[Callable[[int, float, float], None]]:
+    """A function to call after each step (number from 1, loss, seconds): a bar on a terminal, about ten lines elsewhere."""
+    if not sys.stderr.isatty():
+        every = max(1, steps // 10)
+
+        def line(step: int, loss: float, seconds: float) -> None:
+            if step % every == 0 or step == steps:
+                _say(f"step {step} of {steps}: loss {loss:.4g}, {seconds:.3g} s")
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[last]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("training", total=steps, last="")
+
+        def advance(step: int, loss: float, seconds: float) -> None:
+            bar.update(task, completed=step, last=f"loss {loss:.4g}, {seconds:.3g} s/step")
+
+        yield advance
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,434 @@
+"""The command's options as data: names, help texts, defaults and units; and the one-line form of every error.
+
+All values are taken as text and converted here, so that every message names the option, the value and what is valid.
+Imports neither torch nor numpy: `advise --help` reads this module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from probes import catalogue
+from probes.workload import (
+    ADAPTERS,
+    ATTENTION,
+    COMPILE,
+    EXECUTORS,
+    OPTIMIZERS,
+    PRECISIONS,
+    REQUEST_KEYS,
+    Workload,
+    WorkloadError,
+    from_request,
+)
+
+if TYPE_CHECKING:
+    from estimators.devices import Device
+
+OBJECTIVES = ("ladder", "fastest", "smallest")
+MAX_GIB = 65536.0
+
+NUMBERS = ("frames", "seconds", "references", "batch", "caption_tokens", "rank", "alpha", "lora_dropout", "lokr_factor")
+"""The request's keys whose values are numbers."""
+
+MODEL, TRAINING, EXECUTION, DEVICE, OUTPUT = "Model", "Training", "Execution", "Device", "Output"
+
+
+def _option(*names: str, panel: str, metavar: str | None, text: str) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, metavar=metavar, help=text, show_default=False)
+
+
+Model = Annotated[
+    str | None,
+    _option("--model", panel=MODEL, metavar="NAME", text="Model family, as `advise models` lists it. Required."),
+]
+VariantName = Annotated[
+    str | None,
+    _option(
+        "--variant", panel=MODEL, metavar="NAME", text="Variant of the family. Default: the family's first choice."
+    ),
+]
+Resolution = Annotated[
+    str | None,
+    _option(
+        "--resolution",
+        panel=MODEL,
+        metavar="PIXELS",
+        text="Training size in pixels: 1024, or 832x480 (width x height). Default: the model's own.",
+    ),
+]
+Frames = Annotated[
+    str | None,
+    _option(
+        "--frames", panel=MODEL, metavar="N", text="Video frames in a sample. Default: the model's own; 1 for images."
+    ),
+]
+Batch = Annotated[
+    str | None, _option("--batch", panel=MODEL, metavar="N", text="Samples in one step on this GPU. Default: 1.")
+]
+Seconds = Annotated[
+    str | None,
+    _option(
+        "--seconds",
+        panel=MODEL,
+        metavar="N",
+        text="Length of a clip in seconds, for audio models. Default: the model's own.",
+    ),
+]
+References = Annotated[
+    str | None,
+    _option(
+        "--references",
+        panel=MODEL,
+        metavar="N",
+        text="Reference images a sample, for edit models. Default: the model's own.",
+    ),
+]
+CaptionTokens = Annotated[
+    str | None,
+    _option(
+        "--caption-tokens",
+        panel=MODEL,
+        metavar="N",
+        text="Length of the longest caption in tokens. Default: the model's maximum.",
+    ),
+]
+Adapter = Annotated[
+    str | None,
+    _option(
+        "--adapter", panel=TRAINING, metavar="KIND", text=f"What is trained: {', '.join(ADAPTERS)}. Default: lora."
+    ),
+]
+Rank = Annotated[str | None, _option("--rank", panel=TRAINING, metavar="N", text="LoRA rank. Default: 16.")]
+Alpha = Annotated[str | None, _option("--alpha", panel=TRAINING, metavar="X", text="LoRA alpha. Default: the rank.")]
+LoraTargets = Annotated[
+    str | None,
+    _option(
+        "--lora-targets",
+        panel=TRAINING,
+        metavar="A,B",
+        text="Names of the linears that get a LoRA, comma-separated. Default: the trainer's, see `advise models NAME`.",
+    ),
+]
+LoraDropout = Annotated[
+    str | None,
+    _option("--lora-dropout", panel=TRAINING, metavar="P", text="LoRA dropout probability, 0 to 0.999. Default: 0.1."),
+]
+LokrFactor = Annotated[
+    str | None,
+    _option("--lokr-factor", panel=TRAINING, metavar="N", text="LoKr factor; only with --adapter lokr. Default: 16."),
+]
+LokrFullMatrix = Annotated[
+    bool,
+    _option(
+        "--lokr-full-matrix",
+        panel=TRAINING,
+        metavar=None,
+        text="LoKr with full second factors; only with --adapter lokr. Default: off.",
+    ),
+]
+Precision = Annotated[
+    str | None,
+    _option(
+        "--precision",
+        panel=TRAINING,
+        metavar="KIND",
+        text=f"Of the base weights: {', '.join(PRECISIONS)}. Default: bf16.",
+    ),
+]
+Optimizer = Annotated[
+    str | None,
+    _option(
+        "--optimizer", panel=TRAINING, metavar="NAME", text=f"Optimizer: {', '.join(OPTIMIZERS)}. Default: adamw_bf16."
+    ),
+]
+Attention = Annotated[
+    str | None,
+    _option(
+        "--attention", panel=EXECUTION, metavar="KIND", text=f"Attention kernel: {', '.join(ATTENTION)}. Default: auto."
+    ),
+]
+FuseQkv = Annotated[
+    bool, _option("--fuse-qkv", panel=EXECUTION, metavar=None, text="Fuse the q, k and v projections. Default: off.")
+]
+Compile = Annotated[
+    str | None,
+    _option("--compile", panel=EXECUTION, metavar="KIND", text=f"torch.compile: {', '.join(COMPILE)}. Default: none."),
+]
+WeightsOffload = Annotated[
+    str | None,
+    _option(
+        "--weights-offload",
+        panel=EXECUTION,
+        metavar="KIND",
+        text="Keep base weights on the host: none, ramtorch, blocks:N. Default: none.",
+    ),
+]
+ExecutorName = Annotated[
+    str | None,
+    _option(
+        "--executor", panel=EXECUTION, metavar="NAME", text=f"Who trains: {', '.join(EXECUTORS)}. Default: bundled."
+    ),
+]
+ObjectiveName = Annotated[
+    str | None,
+    _option(
+        "--objective",
+        panel=EXECUTION,
+        metavar="KIND",
+        text="Choose by: ladder (the first rung that fits, then its fastest form), fastest, smallest. Default: ladder.",
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    _option(
+        "--gpu",
+        panel=DEVICE,
+        metavar="NAME",
+        text="Card to plan for (`advise gpus` lists them). Default: this machine's GPU; without one, all memory tiers.",
+    ),
+]
+Vram = Annotated[
+    str | None,
+    _option(
+        "--vram", panel=DEVICE, metavar="GIB", text="Plan for a card with this much memory, in GiB, instead of --gpu."
+    ),
+]
+Headroom = Annotated[
+    str | None,
+    _option("--headroom", panel=DEVICE, metavar="GIB", text="Device memory to leave free, in GiB. Default: 0."),
+]
+HostRam = Annotated[
+    str | None,
+    _option(
+        "--host-ram",
+        panel=DEVICE,
+        metavar="GIB",
+        text="Host memory that offloading may use, in GiB. Default: not checked.",
+    ),
+]
+AsJson = Annotated[
+    bool, _option("--json", panel=OUTPUT, metavar=None, text="Print one JSON object instead of tables. Default: off.")
+]
+ExportFile = Annotated[
+    str | None,
+    _option(
+        "--export", panel=OUTPUT, metavar="FILE", text="Write the recommended schedule as the trainer's JSON keys."
+    ),
+]
+PlanFile = Annotated[
+    str | None,
+    _option("--plan", panel=OUTPUT, metavar="FILE", text="Write the whole plan, for `advise verify` and `advise run`."),
+]
+Refresh = Annotated[
+    bool, _option("--refresh", panel=OUTPUT, metavar=None, text="Make the profile anew even when one is stored.")
+]
+
+
+def request(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The command's parameters as a request for `from_request`; those not given are left out.
+
+    Raises:
+        WorkloadError: an empty name among the LoRA targets.
+    """
+    given = {k: v for k in REQUEST_KEYS if (v := params.get(k)) is not None}
+    if (text := given.get("lora_targets")) is not None:
+        targets = [part.strip() for part in text.split(",")]
+        if not all(targets):
+            raise WorkloadError(
+                f"--lora-targets {text!r} has an empty name; write names with commas between, such as to_q,to_k"
+            )
+        given["lora_targets"] = targets
+    return {k: number(v) if k in NUMBERS else v for k, v in given.items()}
+
+
+def number(text: str) -> Any:
+    """The finite number that a text stands for; the text itself where it is none, for the check that follows to refuse."""
+    for kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            continue
+        return value if "_" not in text and abs(value) < 2**63 else text
+    return text
+
+
+def whole(option: str, text: str, least: int, most: int) -> int:
+    """A whole number.
+
+    Raises:
+        WorkloadError: not one, or out of range.
+    """
+    value = number(text)
+    if not isinstance(value, int) or not least <= value <= most:
+        raise WorkloadError(f"--{option} must be a whole number from {least} to {most}, not {value!r}")
+    return value
+
+
+def workload(request: Mapping[str, Any]) -> Workload:
+    """`from_request`, with the option named where a model or variant is unknown.
+
+    Raises:
+        UnknownModelError, WorkloadError: as `from_request`.
+    """
+    try:
+        catalogue.find(request.get("model", ""))
+    except catalogue.UnknownModelError as error:
+        raise catalogue.UnknownModelError(str(error) if str(error).startswith("--") else f"--model: {error}") from None
+    try:
+        return from_request(request)
+    except catalogue.UnknownModelError as error:
+        raise catalogue.UnknownModelError(f"--variant: {error}") from None
+
+
+def device(gpu: str | None, vram_gib: float | None, detect: Callable[[], Device | None]) -> Device | None:
+    """`device_for`, with the option named in an error.
+
+    Raises:
+        DeviceError, WorkloadError: as `device_for`.
+    """
+    from advisor.api import device_for
+    from estimators.devices import DeviceError
+
+    if vram_gib is not None:
+        gib("vram", vram_gib, least=1)
+    try:
+        return device_for(gpu=gpu, vram_gib=vram_gib, detect=detect)
+    except DeviceError as error:
+        raise DeviceError(f"{'--vram' if gpu is None else '--gpu'}: {error}") from None
+
+
+def check_headroom(headroom: int, device: Device) -> None:
+    """
+    Raises:
+        WorkloadError: less than nothing of the device would be left.
+    """
+    if headroom >= device.usable_bytes - device.context_bytes:
+        usable = f"{device.usable_bytes / 2**30:.1f} GiB"
+        raise WorkloadError(
+            f"--headroom {headroom / 2**30:g} leaves nothing of the {usable} that the {device.name} has"
+        )
+
+
+def choice(option: str, value: Any, valid: Sequence[str]) -> str:
+    """`value` if it is one of the valid ones.
+
+    Raises:
+        WorkloadError: naming the option, the value, the nearest match and the valid ones.
+    """
+    if isinstance(value, str) and value in valid:
+        return value
+    near = difflib.get_close_matches(str(value).lower(), valid, n=1, cutoff=0.5)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise WorkloadError(f"--{option} {value!r} is not valid{hint}; valid: {', '.join(valid)}")
+
+
+def gib(option: str, value: Any, *, least: float = 0.0) -> int:
+    """An amount of memory in GiB as bytes.
+
+    Raises:
+        WorkloadError: not a finite number of at least `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise WorkloadError(f"--{option} must be a number of GiB, not {value!r}")
+    if not least <= value <= MAX_GIB:
+        raise WorkloadError(f"--{option} must be from {least:g} to {MAX_GIB:g} GiB, not {value:g}")
+    return round(value * 2**30)
+
+
+def without_effect(given: Mapping[str, Any], workload: Workload) -> tuple[str, ...]:
+    """A sentence for each option that was given although it does nothing for this workload."""
+    does_nothing = {
+        "lora": ("lokr_factor", "lokr_full_matrix"),
+        "full": ("rank", "alpha", "lora_targets", "lora_dropout", "lokr_factor", "lokr_full_matrix"),
+    }
+    return tuple(
+        f"--{key.replace('_', '-')} has no effect with --adapter {workload.adapter}"
+        for key in does_nothing.get(workload.adapter, ())
+        if given.get(key) not in (None, False)
+    )
+
+
+def output_file(option: str, text: str) -> Path:
+    """The file that an option names, resolved, after a check that it can be written. Leaves nothing behind.
+
+    Raises:
+        WorkloadError: a folder or device, or its folder does not exist or cannot be written.
+    """
+    path = _named(option, text)
+    try:
+        if path.is_dir():
+            raise WorkloadError(f"--{option} {text}: is a folder; give a file name in it")
+        if path.exists() and not path.is_file():
+            raise WorkloadError(f"--{option} {text}: is not a regular file")
+        _check_folder(option, text, path.parent)
+        if path.exists() and not os.access(path, os.W_OK):
+            raise WorkloadError(f"--{option} {text}: the file is write-protected")
+    except OSError as error:
+        raise WorkloadError(f"--{option} {text}: cannot be written ({error.strerror})") from None
+    return path
+
+
+def output_folder(option: str, text: str) -> Path:
+    """The folder that an option names, resolved, after a check that files can be written to it or that it can be made.
+
+    Raises:
+        WorkloadError: a file, or neither it nor its parent can be written.
+    """
+    path = _named(option, text)
+    try:
+        _check_folder(option, text, path if path.exists() else path.parent)
+    except OSError as error:
+        raise WorkloadError(f"--{option} {text}: cannot be written ({error.strerror})") from None
+    return path
+
+
+def _named(option: str, text: str) -> Path:
+    if text in ("", "-"):
+        raise WorkloadError(f"--{option} {text!r} is not a file name")
+    try:
+        path = Path(text).expanduser().absolute()
+        if path.parts[1:2] in (("dev",), ("proc",), ("sys",)):  # resolving would replace what a stream is redirected to
+            raise WorkloadError(f"--{option} {text}: give a file on a disk")
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links; a home folder of nobody
+        raise WorkloadError(f"--{option} {text}: {error}") from None
+
+
+def _check_folder(option: str, text: str, folder: Path) -> None:
+    import tempfile  # takes as long to import as everything else here
+
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise WorkloadError(f"--{option} {text}: {folder} {what}")
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+_OWN = ("advisor", "decision_rules", "estimators", "probes")
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether the error is one of the project's own, or the system's, whose message says what is wrong."""
+    return type(error).__module__.partition(".")[0] in _OWN or isinstance(error, (OSError, MemoryError))
+
+
+def describe(error: BaseException) -> str:
+    """An error as one line for the user."""
+    if isinstance(error, OSError):
+        what = error.strerror or str(error)
+        text = f"{error.filename}: {what}" if error.filename else what
+    elif isinstance(error, MemoryError):
+        text = "this machine has not enough memory for that"
+    elif is_expected(error):
+        text = str(error)
+    else:
+        text = f"unexpected {type(error).__name__}: {error}; set ADVISE_DEBUG=1 to see where"
+    return " ".join(text.split())

@@ -1,0 +1,243 @@
+"""Reads plan files back: what `Plan.save` wrote, checked as strictly as a request. A plan is data; nothing in it is executed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from advisor.api import PLAN_FORMAT, PlanError
+from decision_rules.ladder import Objective
+from decision_rules.support import Executor
+from estimators.devices import DeviceKind
+from estimators.estimate import GIB, Estimate
+from estimators.schedule import Schedule
+from probes.catalogue import UnknownModelError
+from probes.workload import REQUEST_KEYS, Workload, WorkloadError, from_request, reduced_copy
+
+MAX_BYTES = 16 * 2**20
+"""No plan is larger; a bigger file is something else."""
+
+MOST = 1e9
+"""No figure of a plan is larger."""
+
+_AGAIN = "make it again with `advise --model ... --plan FILE`"
+
+
+@dataclass(frozen=True)
+class LoadedPlan:
+    """A plan as read from a file: what to train, on what, how, and what was predicted."""
+
+    path: Path
+    workload: Workload
+    device_name: str
+    device_kind: DeviceKind
+    usable_bytes: int
+    """The device's memory that a process can take, as planned."""
+    executor: Executor
+    objective: Objective
+    profile_source: str
+    """``traced`` or ``measured``."""
+    recommended: Estimate
+    """The chosen schedule and its predicted figures (rounded as the file is)."""
+    reasons: tuple[str, ...]
+    versions: Mapping[str, str]
+    """Of the packages that the plan was made with."""
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.recommended.schedule
+
+
+class _Reader:
+    """Typed access to a JSON object; errors name the key by its path in the file."""
+
+    def __init__(self, name: str, content: Any, where: str = "") -> None:
+        self.name, self.where = name, where
+        if not isinstance(content, dict):
+            raise PlanError(f"{name}: {where or 'the plan'} must be a JSON object, not {_kind(content)}; {_AGAIN}")
+        self.content: dict[str, Any] = content
+
+    def _path(self, key: str) -> str:
+        return f"{self.where}.{key}" if self.where else key
+
+    def value(self, key: str) -> Any:
+        if key not in self.content:
+            raise PlanError(f"{self.name}: {self._path(key)!r} is missing; {_AGAIN}")
+        return self.content[key]
+
+    def _wrong(self, key: str, wanted: str) -> PlanError:
+        return PlanError(f"{self.name}: {self._path(key)!r} must be {wanted}, not {_kind(self.content[key])}; {_AGAIN}")
+
+    def object(self, key: str) -> _Reader:
+        return _Reader(self.name, self.value(key), self._path(key))
+
+    def text(self, key: str) -> str:
+        if not isinstance(value := self.value(key), str):
+            raise self._wrong(key, "text")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        if not isinstance(value := self.value(key), list) or not all(isinstance(v, str) for v in value):
+            raise self._wrong(key, "a list of texts")
+        return tuple(value)
+
+    def flag(self, key: str) -> bool:
+        if not isinstance(value := self.value(key), bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.value(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST:
+            raise self._wrong(key, f"a number from 0 to {MOST:g}")
+        return float(value)
+
+    def number_or_none(self, key: str) -> float | None:
+        return None if self.value(key) is None else self.number(key)
+
+    def bytes(self, key: str) -> int:
+        return round(self.number(key) * GIB)
+
+    def one_of(self, key: str, valid: list[str]) -> str:
+        if (value := self.text(key)) not in valid:
+            raise PlanError(f"{self.name}: {self._path(key)!r} is {value!r}; valid: {', '.join(valid)}")
+        return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null"}
+    return names.get(type(value), repr(value)[:60])
+
+
+def load(path: str | Path) -> LoadedPlan:
+    """Reads a plan file.
+
+    Raises:
+        PlanError: the file is missing, too large, not a plan, of another format or damaged; one line that says which.
+    """
+    path = Path(path)
+    content = _parse(path)
+    top = _Reader(str(path), content)
+    if "plan_format" not in content:
+        raise PlanError(f"{path}: not a plan file (no plan_format); {_AGAIN}")
+    if isinstance(content["plan_format"], bool) or content["plan_format"] != PLAN_FORMAT:
+        versions = content.get("versions")
+        made_by = versions.get("checkpoint-advisor") if isinstance(versions, dict) else None
+        by = f" (made by version {made_by})" if isinstance(made_by, str) else ""
+        raise PlanError(
+            f"{path}: plan format {content['plan_format']!r}{by}, this version reads format {PLAN_FORMAT}; {_AGAIN}"
+        )
+    device = top.object("device")
+    if top.value("recommended") is None:
+        raise PlanError(f"{path}: nothing fits in this plan, so it has no schedule to run")
+    recommended = top.object("recommended")
+    versions_found = top.object("versions")
+    return LoadedPlan(
+        path=path,
+        workload=_workload(top.object("workload")),
+        device_name=device.text("name"),
+        device_kind=DeviceKind(device.one_of("kind", [k.value for k in DeviceKind])),
+        usable_bytes=device.bytes("usable_gib"),
+        executor=Executor(top.one_of("executor", [e.value for e in Executor])),
+        objective=Objective(top.one_of("objective", [o.value for o in Objective])),
+        profile_source=top.one_of("profile", ["traced", "measured"]),
+        recommended=_estimate(recommended),
+        reasons=recommended.texts("reasons"),
+        versions={key: versions_found.text(key) for key in versions_found.content},
+    )
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        if not path.exists():
+            raise PlanError(f"{path}: no such file; {_AGAIN}")
+        if not path.is_file():
+            raise PlanError(f"{path}: not a file; give the plan file itself")
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise PlanError(
+                f"{path}: {size / 2**20:.0f} MiB is too large for a plan (at most {MAX_BYTES // 2**20} MiB)"
+            )
+        raw = path.read_bytes()
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        content = json.loads(raw.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        raise PlanError(
+            f"{path}: not complete JSON (line {error.lineno}, column {error.colno}: {error.msg}), perhaps cut off; {_AGAIN}"
+        ) from None
+    except (ValueError, RecursionError):
+        raise PlanError(f"{path}: not a JSON text; {_AGAIN}") from None
+    if not isinstance(content, dict):
+        raise PlanError(f"{path}: a plan is a JSON object, this is {_kind(content)}; {_AGAIN}")
+    return content
+
+
+SIZES = ("resolution", "frames", "seconds", "references", "caption_tokens")
+
+
+def _workload(stored: _Reader) -> Workload:
+    name = stored.name
+    for key in ("model", "variant"):
+        stored.text(key)
+    reduced = stored.flag("reduced")
+    height, width = stored.value("height"), stored.value("width")
+    given = {k: stored.content[k] for k in REQUEST_KEYS if k in stored.content} | {"resolution": f"{width}x{height}"}
+    try:
+        # Sizes at their default are left out: some do not apply to this kind of model. A reduced copy brings its own.
+        usual = from_request({k: given[k] for k in ("model", "variant")}).describe()
+        workload = from_request({k: v for k, v in given.items() if k not in SIZES or not (reduced or v == usual[k])})
+    except UnknownModelError as error:
+        raise PlanError(f"{name}: {error}") from None
+    except (WorkloadError, ArithmeticError, TypeError, AttributeError) as error:
+        raise PlanError(f"{name}: the plan's workload is not valid here: {error}") from None
+    if reduced:
+        workload = reduced_copy(workload)
+    found = workload.describe()
+    for key in dict.fromkeys((*found, *stored.content)):
+        if key not in found:
+            raise PlanError(f"{name}: 'workload.{key}' is not known to this version; {_AGAIN}")
+        if stored.value(key) != found[key]:
+            raise PlanError(
+                f"{name}: the plan says {key} {stored.content[key]!r} where this version has {found[key]!r}; {_AGAIN}"
+            )
+    return workload
+
+
+def _estimate(entry: _Reader) -> Estimate:
+    controls = entry.object("controls").content
+    try:
+        if "actions" in controls:
+            actions = controls["actions"]
+            if not isinstance(actions, list):
+                raise PlanError(f"{entry.name}: 'recommended.controls.actions' must be a list, not {_kind(actions)}")
+            schedule = Schedule.per_block(actions)
+        else:
+            schedule = Schedule.from_controls(controls)
+    except PlanError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise PlanError(f"{entry.name}: the plan's schedule is not valid: {error}") from None
+    breakdown = entry.object("breakdown")
+    return Estimate(
+        schedule=schedule,
+        supported=True,
+        reason=None,
+        peak=entry.bytes("peak_gib"),
+        peak_low=entry.bytes("peak_gib_low"),
+        peak_high=entry.bytes("peak_gib_high"),
+        reserved=entry.bytes("reserved_gib"),
+        device=entry.bytes("device_gib"),
+        host=entry.bytes("host_gib"),
+        step_seconds=entry.number_or_none("step_seconds"),
+        step_seconds_low=entry.number_or_none("step_seconds_low"),
+        step_seconds_high=entry.number_or_none("step_seconds_high"),
+        fits=entry.flag("fits"),
+        fit_probability=entry.number("fit_probability"),
+        phase=entry.text("peak_phase"),
+        breakdown={key: breakdown.bytes(key) for key in breakdown.content},
+        notes=entry.texts("notes"),
+    )

@@ -1,0 +1,154 @@
+"""Where a schedule's checkpoints lie on the tape, and where their recomputations go.
+
+Positions are event numbers. *Tape positions* count the recorded step, *new positions* the step with every recomputation inserted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from estimators.schedule import Resolution, Unit
+from probes.tape import NEVER, Flags, Ints, Tape
+
+
+class SimulationError(RuntimeError):
+    """A schedule names modules that the profile does not have."""
+
+
+def unit_ranges(tape: Tape, unit: Unit) -> list[tuple[int, int]]:
+    """[start, end) of each of the unit's modules in the forward pass.
+
+    Raises:
+        SimulationError: a module was not called.
+    """
+    ranges = []
+    for module in unit.modules:
+        call = tape.calls.get(module)
+        if call is None:
+            raise SimulationError(f"the profile has no call of {module}")
+        start = call.start
+        if unit.from_child is not None:
+            child = tape.calls.get(f"{module}.{unit.from_child}")
+            if child is None:
+                raise SimulationError(f"the profile has no call of {module}.{unit.from_child}")
+            start = child.start
+        ranges.append((start, call.end))
+    return ranges
+
+
+def unit_arguments(tape: Tape, unit: Unit) -> list[tuple[int, bool, int]]:
+    """(storage, movable, bytes) of the tensors that the unit's checkpoint holds. Two views of one storage are two entries."""
+    module = unit.modules[0]
+    call = tape.calls[module]
+    found = list(zip(call.arguments, call.movable, call.argument_bytes, strict=True))
+    if unit.from_child is not None:
+        given = set(call.arguments)
+        reads = tape.inner_reads.get(f"{module}@{unit.from_child}", ())
+        found += [(sid, True, int(tape.size[sid])) for sid in reads if sid not in given]
+    return found
+
+
+class Placement:
+    """One schedule on one tape. Arrays ending in an underscore are one entry a unit; the others one a saved tensor or storage."""
+
+    def __init__(self, tape: Tape, resolution: Resolution) -> None:
+        self.tape = tape
+        self.units = resolution.units
+        self._lay_ranges()
+        self.attention = self._attention_saves(resolution)
+        """Saved tensors that attention offload takes out of the checkpoints' hands."""
+        self.saved_unit = np.where(self.attention, -1, self.locate(tape.saved_at)[0])
+        """Unit whose checkpoint handles a saved tensor, or -1."""
+        self.birth_unit, self._birth_range = self.locate(tape.birth)
+        """Unit in whose forward part a storage is born, or -1."""
+        self._find_bounds()
+        self._place_replays()
+
+    def _lay_ranges(self) -> None:
+        flat = sorted(
+            (start, end, u) for u, unit in enumerate(self.units) for start, end in unit_ranges(self.tape, unit)
+        )
+        self.range_start = np.array([f[0] for f in flat], np.int64)
+        self.range_end = np.array([f[1] for f in flat], np.int64)
+        self.range_unit = np.array([f[2] for f in flat], np.int64)
+        self.offset = np.zeros(len(flat), np.int64)
+        """Events of the same unit in earlier ranges."""
+        done = [0] * len(self.units)
+        for r, (start, end, u) in enumerate(flat):
+            self.offset[r] = done[u]
+            done[u] += end - start
+
+    def _attention_saves(self, resolution: Resolution) -> Flags:
+        found = np.zeros(len(self.tape.saved_at), bool)
+        for name in resolution.offloaded_attention:
+            if (call := self.tape.calls.get(name)) is not None:
+                low, high = np.searchsorted(self.tape.saved_at, (call.start, call.end))
+                found[low:high] = True
+        return found
+
+    def _find_bounds(self) -> None:
+        t, n = self.tape, len(self.units)
+        inside = self.saved_unit >= 0
+        owner = self.saved_unit[inside]
+        self.stop_ = np.full(n, -1, np.int64)
+        """Position of the unit's last saved tensor: recomputation ends there."""
+        trigger = np.full(n, NEVER, np.int64)
+        self.finish_ = np.full(n, -1, np.int64)
+        """When backward releases its last saved tensor; -1: it saves none."""
+        released = np.where(t.released_at < NEVER, t.released_at, -1)
+        np.maximum.at(self.stop_, owner, t.saved_at[inside])
+        np.minimum.at(trigger, owner, t.unpacked_at[inside])
+        np.maximum.at(self.finish_, owner, released[inside])
+        self.replayed_ = (trigger < NEVER) & (self.stop_ >= 0)
+        self._trigger = trigger
+
+    def _place_replays(self) -> None:
+        n = len(self.units)
+        self.length_ = np.zeros(n, np.int64)
+        """Events of the recomputation."""
+        if n:
+            stop = np.maximum(self.stop_, 0)
+            r = self.locate(stop)[1]
+            self.length_ = np.where(self.replayed_, self.offset[r] + stop - self.range_start[r] + 1, 0)
+        order = np.argsort(self._trigger, kind="stable")[: int(self.replayed_.sum())]
+        self._inserted_at = self._trigger[order]
+        self._inserted = np.concatenate([[0], np.cumsum(self.length_[order])])
+        self.replay_start_ = np.zeros(n, np.int64)
+        """New position at which the recomputation starts."""
+        self.replay_start_[order] = self._inserted_at + self._inserted[:-1]
+
+    @property
+    def length(self) -> int:
+        """Events of the whole step."""
+        return int(self.tape.length + self._inserted[-1] + 2)
+
+    def locate(self, positions: Ints) -> tuple[Ints, Ints]:
+        """(unit or -1, range) of tape positions."""
+        if not len(self.range_start):
+            return np.full(len(positions), -1, np.int64), np.zeros(len(positions), np.int64)
+        r = np.searchsorted(self.range_start, positions, side="right") - 1
+        safe = np.maximum(r, 0)
+        inside = (r >= 0) & (positions < self.range_end[safe])
+        return np.where(inside, self.range_unit[safe], -1), safe
+
+    def new(self, positions: Ints) -> Ints:
+        """Tape positions as new positions; NEVER stays."""
+        moved = positions + self._inserted[np.searchsorted(self._inserted_at, positions, side="right")]
+        return np.where(positions < NEVER, moved, NEVER)
+
+    def recomputed(self) -> tuple[Ints, Ints, Ints]:
+        """(storage, birth, death by Python) of the second copies of storages that recomputation makes; new positions."""
+        t = self.tape
+        if not len(self.units):
+            none = np.zeros(0, np.int64)
+            return none, none, none
+        unit = np.maximum(self.birth_unit, 0)
+        ids = np.flatnonzero((self.birth_unit >= 0) & self.replayed_[unit] & (t.birth <= self.stop_[unit]))
+        owner, r = self.birth_unit[ids], self._birth_range[ids]
+        start, last = self.replay_start_[owner], self.replay_start_[owner] + self.length_[owner]
+        birth = start + self.offset[r] + t.birth[ids] - self.range_start[r]
+        # a death between two of the unit's ranges (the caller's loop moving on) happens at the end of the earlier one
+        r = np.maximum(np.searchsorted(self.range_start, t.death[ids], side="right") - 1, 0)
+        within = start + self.offset[r] + np.minimum(t.death[ids], self.range_end[r]) - self.range_start[r]
+        death = np.minimum(np.where(self.range_unit[r] == owner, within, last), last)
+        return ids, birth, np.maximum(death, birth + 1)

@@ -1,0 +1,74 @@
+"""LoKr adapters (LyCORIS form): the update of a linear is the Kronecker product of two small trained matrices.
+
+As LyCORIS runs it without bypass: the product is rebuilt in every forward as a full-size weight, which is kept for backward
+together with the input. Written from the published description of the method and its Apache-2.0 implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def factors(dimension: int, factor: int) -> tuple[int, int]:
+    """`dimension` as a product (small, large) whose small part is `factor` if that divides it, else the largest divisor
+    pair with a small part of at most `factor`."""
+    if factor > 0 and dimension % factor == 0:
+        return min(factor, dimension // factor), max(factor, dimension // factor)
+    limit = factor if factor > 0 else dimension
+    best = (1, dimension)
+    for small in range(2, int(dimension**0.5) + 1):
+        if dimension % small == 0 and small <= limit:
+            best = (small, dimension // small)
+    return best
+
+
+class LokrLinear(nn.Module):
+    """A frozen linear with a LoKr update.
+
+    Args:
+        rank: below half of the large factor, the large matrix is itself a product of two of this rank.
+        full_matrix: never do that.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, factor: int, full_matrix: bool) -> None:
+        super().__init__()
+        self.base_layer = base
+        out_small, out_large = factors(base.out_features, factor)
+        in_small, in_large = factors(base.in_features, factor)
+        device = base.weight.device
+        self.lokr_w1 = nn.Parameter(torch.empty(out_small, in_small, device=device))
+        nn.init.kaiming_uniform_(self.lokr_w1, a=5**0.5)
+        self.low_rank = not full_matrix and rank < max(out_large, in_large) / 2
+        if self.low_rank:
+            self.lokr_w2_a = nn.Parameter(torch.empty(out_large, rank, device=device))
+            self.lokr_w2_b = nn.Parameter(torch.zeros(rank, in_large, device=device))
+            nn.init.kaiming_uniform_(self.lokr_w2_a, a=5**0.5)
+        else:
+            self.lokr_w2 = nn.Parameter(torch.zeros(out_large, in_large, device=device))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        base = self.base_layer(input)
+        large = self.lokr_w2_a @ self.lokr_w2_b if self.low_rank else self.lokr_w2
+        delta = torch.kron(self.lokr_w1, large.to(self.lokr_w1.dtype)).to(input.dtype)
+        result: torch.Tensor = base + F.linear(input, delta)
+        return result
+
+
+def inject(model: nn.Module, targets: Sequence[str], rank: int, factor: int, full_matrix: bool) -> int:
+    """Wraps every linear inside modules whose class, or whose name's end, is one of `targets`. Returns how many."""
+    chosen: list[str] = []
+    for name, module in model.named_modules():
+        own = type(module).__name__ in targets or any(name == t or name.endswith(f".{t}") for t in targets)
+        if own:
+            chosen += [f"{name}.{n}" if n else name for n, m in module.named_modules() if isinstance(m, nn.Linear)]
+    for name in dict.fromkeys(chosen):
+        parent, _, key = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        linear = owner.get_submodule(key)
+        assert isinstance(linear, nn.Linear)
+        setattr(owner, key, LokrLinear(linear, rank, factor, full_matrix))
+    return len(dict.fromkeys(chosen))

@@ -1,0 +1,242 @@
+"""Quantised and host-resident (RamTorch) linears in a trace: what they store, keep for backward and need for a moment.
+
+The trace does not run the quantisation packages. A frozen linear is replaced by a stand-in that allocates and saves what the
+package's linear does, per weight and per input element as in `data/quantized.csv` (measured on the real modules, or read from
+their source; each row says which). Modules that a package skips are in `data/quantized_skips.csv`.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from probes import resources
+from probes.workload import Workload
+
+SMALLEST_SDNQ_WEIGHT = 16384
+SMALLEST_SDNQ_INPUT = 32
+HADAMARD_GROUP = 256
+ROW_LAUNCHES = 12
+"""Operators around a product with quantised rows beyond those written out here: sdnq 0.2.8 runs 16 in forward with Hadamard
+(14 without) and 24 (22) in backward, weight included; counted on the CPU."""
+WEIGHT_LAUNCHES = 7
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """Bytes per weight unless said otherwise."""
+
+    precision: str
+    package: str
+    weight_bytes: float
+    """Stored, scales included."""
+    copy_bytes: float
+    """Kept from forward to backward."""
+    saves_input: bool
+    """Keeps its bf16 input although the weight is frozen."""
+    forward_transient_bytes: float
+    backward_transient_bytes: float
+    quantises_rows: bool
+    """Activations (and their gradients) are quantised row by row in eager operators."""
+    hadamard: bool
+    """They are rotated first."""
+    requantises_weight: str
+    """The weight is quantised anew for the product: ``backward``, ``both`` or ``no``."""
+    note: str
+    source: str
+
+
+@cache
+def table() -> dict[str, QuantizedLinear]:
+    """By the trainer's name of the precision."""
+    return {
+        r["precision"]: QuantizedLinear(
+            precision=r["precision"],
+            package=r["package"],
+            weight_bytes=float(r["weight_bytes"]),
+            copy_bytes=float(r["copy_bytes"]),
+            saves_input=r["saves_input"] == "1",
+            forward_transient_bytes=float(r["forward_transient_bytes"]),
+            backward_transient_bytes=float(r["backward_transient_bytes"]),
+            quantises_rows=r["quantises_rows"] == "1",
+            hadamard=r["hadamard"] == "1",
+            requantises_weight=r["requantises_weight"],
+            note=r["note"],
+            source=r["source"],
+        )
+        for r in csv.DictReader(resources.text("quantized.csv").splitlines())
+    }
+
+
+@cache
+def _skips() -> dict[tuple[str, str], str]:
+    rows = csv.DictReader(resources.text("quantized_skips.csv").splitlines())
+    return {(r["package"], r["class"]): r["patterns"] for r in rows}
+
+
+def quantized_names(model: nn.Module, precision: str) -> set[str]:
+    """Qualified names of the linears that the precision's package quantises in this model (before adapters)."""
+    facts = table().get(precision)
+    if facts is None:
+        return set()
+    name_of_class = type(model).__name__
+    patterns = _skips().get((facts.package, name_of_class)) or _skips().get((facts.package, "*"), "")
+    if facts.package == "sdnq" and (facts.package, name_of_class) not in _skips():
+        casting = getattr(model, "_skip_layerwise_casting_patterns", None) or ()
+        patterns = "|".join([p for p in (patterns, *casting) if p])
+    kept_float32 = getattr(model, "_keep_in_fp32_modules", None) or ()
+    found = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or (patterns and re.search(patterns, name)):
+            continue
+        if any(part in name.split(".") for part in kept_float32):
+            continue
+        rows, columns = module.weight.shape
+        if facts.package == "sdnq" and (rows * columns < SMALLEST_SDNQ_WEIGHT or columns < SMALLEST_SDNQ_INPUT):
+            continue
+        if facts.package == "torchao16" and (rows % 16 or columns % 16):
+            continue
+        found.add(name)
+    return found
+
+
+class StandIn(nn.Linear):
+    """A frozen linear that costs what a quantised one does. Only for traces: its values mean nothing."""
+
+    def __init__(self, like: nn.Linear, facts: QuantizedLinear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = like.in_features, like.out_features
+        self.weight = like.weight
+        self.bias = like.bias
+        self.facts = facts
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            input = input.to(torch.get_autocast_dtype("cpu"))
+        out: torch.Tensor = _Product.apply(input, self.weight, self.facts)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, facts: QuantizedLinear) -> torch.Tensor:
+        ctx.facts = facts
+        ctx.weight = weight
+        saved = []
+        _transient(input, weight, max(0.0, facts.forward_transient_bytes - facts.copy_bytes))
+        if facts.requantises_weight == "both":
+            _requantise(weight)
+        if facts.copy_bytes:
+            saved.append(_bytes(input, facts.copy_bytes * weight.numel()))
+        out = _product(input, weight.t(), facts)
+        if facts.saves_input:
+            saved.append(input)
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        _ = ctx.saved_tensors
+        facts: QuantizedLinear = ctx.facts
+        _transient(gradient, ctx.weight, facts.backward_transient_bytes)
+        if facts.requantises_weight != "no":
+            _requantise(ctx.weight)
+        return _product(gradient, ctx.weight, facts), None, None
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, facts: QuantizedLinear) -> torch.Tensor:
+    """The matrix product; with quantised rows: rotated, row maxima, int8 copy, product, scaled back. The elementwise passes
+    leave no full-size intermediate (on CUDA the package compiles them), but each is still launched by the host."""
+    if not facts.quantises_rows:
+        return torch.matmul(rows, weight)
+    if facts.hadamard:
+        rows = _rotate(rows)
+    scale = rows.amax(-1, keepdim=True)
+    quantised = rows.to(torch.int8)
+    for _ in range(ROW_LAUNCHES):
+        scale.mul_(1)
+    out = torch.matmul(rows, weight)
+    del quantised
+    return out.mul_(scale)
+
+
+def _rotate(rows: torch.Tensor) -> torch.Tensor:
+    groups = rows.reshape(-1, HADAMARD_GROUP) if rows.shape[-1] % HADAMARD_GROUP == 0 else rows
+    matrix = torch.empty(groups.shape[-1], groups.shape[-1], dtype=rows.dtype, device=rows.device)
+    return torch.matmul(groups, matrix).reshape(rows.shape)
+
+
+def _requantise(weight: torch.Tensor) -> None:
+    """The stored weight quantised anew along its other axis: an int8 copy for a moment."""
+    scale = weight.amax(-1, keepdim=True)
+    copy = weight.to(torch.int8)
+    for _ in range(WEIGHT_LAUNCHES):
+        scale.mul_(1)
+    del copy
+
+
+def _bytes(like: torch.Tensor, count: float) -> torch.Tensor:
+    return torch.empty(max(1, round(count)), dtype=torch.uint8, device=like.device)
+
+
+def _transient(like: torch.Tensor, weight: torch.Tensor, per_weight: float) -> None:
+    """Allocates, passes over and frees what (de)quantising needs for a moment."""
+    if per_weight:
+        _bytes(like, per_weight * weight.numel()).zero_()
+
+
+_PLAIN = QuantizedLinear("bf16", "", 2.0, 0.0, False, 0.0, 0.0, False, False, "no", "", "an ordinary linear")
+
+
+def _streamed(facts: QuantizedLinear) -> QuantizedLinear:
+    """The same linear under RamTorch: its weight waits on the host and passes through a buffer in forward and in backward, and
+    its input is always kept, even though the weight is frozen (read from its source)."""
+    return dataclasses.replace(
+        facts,
+        weight_bytes=0.0,
+        saves_input=True,
+        forward_transient_bytes=facts.forward_transient_bytes + facts.weight_bytes,
+        backward_transient_bytes=facts.backward_transient_bytes + facts.weight_bytes,
+    )
+
+
+def described_linears(model: nn.Module, workload: Workload) -> dict[str, QuantizedLinear]:
+    """Qualified names of the linears (before adapters) that a trace replaces by stand-ins, with what they cost."""
+    quantised = quantized_names(model, workload.precision)
+    found = {name: table()[workload.precision] for name in quantised}
+    if workload.weights_offload == "ramtorch":
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        found = {name: _streamed(found.get(name, _PLAIN)) for name in linears}
+    return found
+
+
+def host_weight_bytes(model: nn.Module, workload: Workload) -> int:
+    """Weights that wait in host memory."""
+    if workload.weights_offload != "ramtorch":
+        return 0
+    quantised = quantized_names(model, workload.precision)
+    total = 0.0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            total += module.weight.numel() * (table()[workload.precision] if name in quantised else _PLAIN).weight_bytes
+    return round(total)
+
+
+def replace(model: nn.Module, workload: Workload) -> int:
+    """Puts stand-ins in place of the described linears; how many."""
+    found = described_linears(model, workload)
+    for name, facts in found.items():
+        parent, _, key = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        linear = owner.get_submodule(key)
+        assert isinstance(linear, nn.Linear)
+        setattr(owner, key, StandIn(linear, facts))
+    return len(found)

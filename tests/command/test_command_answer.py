@@ -1,0 +1,217 @@
+"""The main job: tables, JSON, memory tiers, exports, exit status."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_helpers import SMALL, Done, in_process_of_its_own
+
+from advisor import reports
+from estimators import devices
+from estimators.estimate import GIB, Estimate
+from estimators.schedule import KEYS, Schedule
+
+Advise = Callable[..., Done]
+
+CONTRACT = {
+    "name", "controls", "supported", "reason", "peak_gib", "peak_gib_low", "peak_gib_high", "reserved_gib", "device_gib",
+    "host_gib", "step_seconds", "step_seconds_low", "step_seconds_high", "fits", "fit_probability", "breakdown",
+}  # fmt: skip
+
+
+def test_json_keeps_the_contract(advise: Advise) -> None:
+    done = advise(*SMALL, "--gpu", "4090", "--json")
+    answer = json.loads(done.out)
+    assert done.status == 0
+    assert {"workload", "device", "executor", "profile", "schedules", "recommended", "warnings", "versions"} <= set(
+        answer
+    )
+    assert all(set(entry) >= CONTRACT for entry in answer["schedules"])
+    assert set(answer["recommended"]) >= CONTRACT | {"export", "reasons"}
+    assert answer["device"]["name"] == "RTX 4090"
+    assert answer["device"]["usable_gib"] == pytest.approx(23.65, abs=0.1)
+    assert answer["profile"] == "traced"
+    assert "torch" in answer["versions"]
+    assert "tiers" not in answer
+
+
+def test_the_table_names_every_schedule_with_units_and_a_fit_word(advise: Advise) -> None:
+    answer = json.loads(advise(*SMALL, "--gpu", "4090", "--json").out)
+    text = advise(*SMALL, "--gpu", "4090").out
+    rows = [line.split() for line in text.splitlines() if re.match(r"(none|torch|unsloth)\S*\s+(-|\d)", line)]
+    assert len(rows) == len(answer["schedules"])
+    assert [row[0].rstrip("*") for row in rows] == [entry["name"].split()[0] for entry in answer["schedules"]]
+    assert {row[-1] for row in rows} <= {"yes", "tight", "no"}
+    assert all(word in text for word in ("GiB", "alloc", "reserved", "device", "host", "s/step", "95% band"))
+    assert "weights" in text
+    assert "workspace" in text
+    assert "in all" in text
+    assert sum(row[0].endswith("*") for row in rows) == 1
+    assert json.dumps(answer["recommended"]["export"], indent=2) in text
+
+
+def test_the_breakdown_adds_up_to_the_peak(advise: Advise) -> None:
+    best = json.loads(advise(*SMALL, "--gpu", "4090", "--json").out)["recommended"]
+    assert sum(best["breakdown"].values()) == pytest.approx(best["peak_gib"], abs=0.001)
+
+
+@pytest.mark.parametrize("columns", ["40", "80", ""])
+def test_piped_text_has_no_colour_and_no_cut_number(cache: Path, columns: str) -> None:
+    more = {"COLUMNS": columns} if columns else {}
+    done = in_process_of_its_own([*SMALL, "--gpu", "4090"], cache, FORCE_COLOR="1", **more)
+    assert done.status == 0
+    assert "\x1b" not in done.out
+    assert "…" not in done.out
+    assert max(map(len, done.out.splitlines())) <= (100 if not columns else 80)
+    assert not any(line.endswith(" ") for line in done.out.splitlines())
+
+
+def test_without_a_device_every_memory_tier_is_answered(advise: Advise) -> None:
+    done = advise(*SMALL, "--json")
+    answer = json.loads(done.out)
+    assert done.status == 0
+    assert answer["device"]["name"] == devices.TIERS[24]
+    assert [tier["tier_gb"] for tier in answer["tiers"]] == list(devices.TIERS)
+    for tier in answer["tiers"]:
+        assert tier["device"]["name"] == devices.TIERS[tier["tier_gb"]]
+        assert (tier["recommended"] is None) == (tier["tier_gb"] < 16)
+        assert tier["reasons"]
+
+
+def test_the_tier_table_says_where_nothing_fits_and_what_would_help(advise: Advise) -> None:
+    done = advise(*SMALL)
+    text = done.out
+    assert re.search(r"^ +8 RTX 3070 .* nothing fits .* no$", text, re.MULTILINE)
+    assert re.search(r"^ +24 RTX 4090 .* yes$", text, re.MULTILINE)
+    assert "8, 10, 12 GB: nothing fits; with 12 GB the smallest schedule" in done.flat
+    assert "--precision" in text
+    assert "In full, 24 GB cards:" in text
+
+
+def test_nothing_fits_is_status_1_with_the_way_out(advise: Advise) -> None:
+    done = advise(*SMALL, "--vram", "8")
+    assert done.status == 1
+    assert "Nothing fits on the 8 GiB card." in done.out
+    assert "which checkpointing cannot lower" in done.flat
+    done = advise(*SMALL, "--vram", "8", "--json")
+    assert done.status == 1
+    assert json.loads(done.out)["recommended"] is None
+
+
+def test_nothing_fits_in_any_tier_is_status_1(advise: Advise) -> None:
+    assert advise(*SMALL, "--host-ram", "0").status == 0
+    assert advise(*SMALL, "--headroom", "138").status == 1
+
+
+@pytest.mark.parametrize("executor", ["bundled", "simpletuner", "diffusers"])
+@pytest.mark.parametrize("objective", ["ladder", "fastest", "smallest"])
+def test_executors_and_objectives(advise: Advise, executor: str, objective: str) -> None:
+    done = advise(*SMALL, "--gpu", "L40S", "--executor", executor, "--objective", objective, "--json")
+    answer = json.loads(done.out)
+    assert (answer["executor"], answer["objective"]) == (executor, objective)
+    fitting = [entry for entry in answer["schedules"] if entry["fits"]]
+    best = answer["recommended"]
+    if objective == "fastest":
+        assert best["step_seconds"] == min(entry["step_seconds"] for entry in fitting)
+    if objective == "smallest":
+        assert best["peak_gib"] == min(entry["peak_gib"] for entry in fitting)
+
+
+def test_what_the_executor_does_not_run_is_said(advise: Advise) -> None:
+    text = advise(*SMALL, "--gpu", "4090", "--executor", "diffusers").flat
+    assert "unsloth: unsupported: diffusers has no unsloth backend" in text
+
+
+def test_headroom_can_take_the_answer_away(advise: Advise) -> None:
+    assert advise(*SMALL, "--vram", "16").status == 0
+    assert advise(*SMALL, "--vram", "16", "--headroom", "6").status == 1
+
+
+def test_an_option_without_effect_is_said(advise: Advise) -> None:
+    assert (
+        "--lokr-factor has no effect with --adapter lora" in advise(*SMALL, "--gpu", "4090", "--lokr-factor", "4").flat
+    )
+
+
+def test_export_holds_only_the_trainers_keys(advise: Advise, tmp_path: Path) -> None:
+    done = advise(*SMALL, "--gpu", "4090", "--export", str(tmp_path / "config.json"))
+    assert done.status == 0
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert found
+    assert set(found) <= KEYS
+    options = Path(__file__).parents[2] / ".." / "shared" / "facts" / "options.csv"
+    if options.exists():
+        with options.open() as file:
+            assert set(found) <= {row["json_key"] for row in csv.DictReader(file)}
+    assert f"wrote export: {tmp_path / 'config.json'}" in done.out
+
+
+def test_export_and_plan_replace_their_own_kind_only(advise: Advise, tmp_path: Path) -> None:
+    export, plan = tmp_path / "config.json", tmp_path / "plan.json"
+    both = ("--export", str(export), "--plan", str(plan))
+    assert advise(*SMALL, "--gpu", "4090", *both).status == 0
+    assert advise(*SMALL, "--gpu", "4090", *both).status == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "plan.json"]
+    export.write_text('{"model_family": "flux", "gradient_checkpointing": true}')
+    assert "holds other settings" in advise(*SMALL, "--gpu", "4090", *both).error
+    assert "model_family" in export.read_text()
+    assert "holds other settings" in advise(*SMALL, "--gpu", "4090", "--plan", str(export)).error
+
+
+def test_nothing_is_written_when_nothing_fits(advise: Advise, tmp_path: Path) -> None:
+    done = advise(*SMALL, "--vram", "8", "--export", str(tmp_path / "a.json"), "--plan", str(tmp_path / "b.json"))
+    assert done.status == 1
+    assert list(tmp_path.iterdir()) == []
+    assert "--export was not written" in done.err
+    assert "--plan was not written" in done.err
+
+
+def test_two_devices_share_one_simulation_with_equal_results(advise: Advise) -> None:
+    alone = json.loads(advise(*SMALL, "--gpu", "H200", "--json").out)["recommended"]
+    tiers = json.loads(advise(*SMALL, "--json").out)["tiers"]
+    assert tiers[-1]["recommended"] == alone
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (0.03, 0.05, "0.03-0.05"),
+        (5.5, 5.95, "5.50-5.95"),
+        (9.5, 10.3, "9.5-10.3"),
+        (21.5, 23.3, "21.5-23.3"),
+        (92.7, 100.5, "93-100"),
+    ],
+)
+def test_bands_keep_to_nine_characters(low: float, high: float, text: str) -> None:
+    estimate = Estimate(
+        Schedule(),
+        True,
+        None,
+        peak_low=round(low * GIB),
+        peak_high=round(high * GIB),
+        step_seconds_low=low,
+        step_seconds_high=high,
+    )
+    assert reports.gib_band(estimate) == text
+    assert len(reports.seconds_band(estimate)) <= (9 if high > 0.1 else 11)
+
+
+def test_a_fit_whose_band_does_not_fit_is_called_tight() -> None:
+    words = [
+        reports.fit_word(Estimate(Schedule(), supported, None, fits=fits, fit_probability=sure))
+        for supported, fits, sure in ((True, True, 0.99), (True, True, 0.9), (True, False, 0.4), (False, False, 0.0))
+    ]
+    assert words == ["yes", "tight", "no", "unsupported"]
+
+
+def test_this_machines_gpu_is_the_device_unless_one_is_named(advise: Advise, monkeypatch: pytest.MonkeyPatch) -> None:
+    present = devices.detected_gpu("NVIDIA H200", 139 * GIB, (9, 0))
+    monkeypatch.setattr("advisor.present.detect_gpu", lambda: present)
+    assert json.loads(advise(*SMALL, "--json").out)["device"]["name"] == "H200"
+    assert json.loads(advise(*SMALL, "--gpu", "3090", "--json").out)["device"]["name"] == "RTX 3090"
+    assert json.loads(advise(*SMALL, "--vram", "20", "--json").out)["device"]["name"] == "20 GiB card"

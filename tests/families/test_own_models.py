@@ -1,0 +1,180 @@
+"""The families that diffusers does not have: our definitions against their published counts, and their tiny copies trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from advisor.verification import compare_on_cpu
+from estimators.schedule import Backend, Schedule
+from probes import build, thinning
+from probes.catalogue import find
+from probes.discover import discover
+from probes.profile import Profile
+from probes.target import Target
+from probes.traced import trace
+from probes.workload import from_request, reduced_copy
+
+OWN = ("anima", "boogu_image", "heartmula", "longcat_video", "mageflow", "wan_s2v", "zlab_i1")
+VARIANTS = [(m, v) for m in OWN for v in find(m).variants]
+
+LORA = {
+    # adapters, parameters a rank
+    "anima": (224, 860_160),
+    "boogu_image": (192, 1_058_400),
+    "heartmula": (217, 1_685_504),
+    "longcat_video": (241, 2_560_064),  # 240 linears and the patch embedder, a convolution over 16 x 1 x 2 x 2
+    "mageflow": (96, 589_824),
+    "wan_s2v": (368, 3_768_320),
+    "zlab_i1": (237, 1_913_312),
+}
+
+CHAINS = {
+    # path -> blocks, linked
+    "anima": {"core.transformer_blocks": (28, True)},
+    "boogu_image": {"double_stream_layers": (8, True), "single_stream_layers": (32, True)},
+    "heartmula": {"backbone.layers": (28, True), "decoder.layers": (3, True)},
+    "longcat_video": {"blocks": (48, True)},
+    "mageflow": {"transformer_blocks": (12, True)},
+    "wan_s2v": {"blocks": (40, False)},  # audio is written into the stream in place between blocks
+    "zlab_i1": {"in_blocks": (14, True), "mid_block": (1, True), "out_blocks": (14, True)},
+}
+
+WHOLE = ("wan_s2v", "zlab_i1")
+"""Blocks differ in what is between them, so every block is traced."""
+
+
+def on_meta(model: str, variant: str | None = None) -> nn.Module:
+    with torch.device("meta"):
+        return build.build_base(from_request({"model": model, "variant": variant}))
+
+
+def linked(profile: Profile) -> dict[str, tuple[int, bool | None]]:
+    return {c.path: (len(c.blocks), c.linked) for c in profile.structure.chains}
+
+
+def check_tiny_copy(model: str, schedules: Sequence[Schedule]) -> None:
+    results = compare_on_cpu(reduced_copy(from_request({"model": model})), lambda _: schedules)
+    assert len(results) == len(schedules)
+    for r in results:
+        assert r.exact, r.schedule.name
+        assert r.error == pytest.approx(0, abs=0.02), r.schedule.name
+        assert (r.recomputed > 0) == (r.schedule.backend is not Backend.NONE)
+
+
+# Against the published facts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "variant"), VARIANTS)
+def test_a_variants_parameter_count_is_the_published_one(model: str, variant: str) -> None:
+    built = on_meta(model, variant)
+    assert sum(p.numel() for p in built.parameters()) == find(model).variant(variant).parameters
+
+
+@pytest.mark.parametrize("model", OWN)
+def test_the_default_lora_targets_reach_the_modules_that_trainers_adapt(model: str) -> None:
+    workload = from_request({"model": model, "rank": 4})
+    built = on_meta(model)
+    build.inject_adapter(built, workload)
+    trained = [(n, p) for n, p in built.named_parameters() if p.requires_grad]
+    assert (sum("lora_A" in n for n, _ in trained), sum(p.numel() for _, p in trained) // 4) == LORA[model]
+
+
+@pytest.mark.parametrize("model", OWN)
+def test_the_chains_are_those_that_trainers_checkpoint(model: str) -> None:
+    structure = discover(on_meta(model), find(model).regions)
+    assert {c.path: len(c.blocks) for c in structure.chains} == {p: n for p, (n, _) in CHAINS[model].items()}
+    assert all(b.attention and b.feed_forward for b in structure.blocks)
+
+
+def test_wan_s2v_keeps_in_float32_what_trainers_keep() -> None:
+    built = on_meta("wan_s2v")
+    kept = sum(p.numel() for n, p in built.named_parameters() if build.is_kept_float32(built, n))
+    assert kept == 124_235_545
+
+
+@pytest.mark.parametrize("model", WHOLE)
+def test_blocks_with_something_of_their_own_between_them_are_not_traced_through_others(model: str) -> None:
+    built = on_meta(model)
+    assert thinning.find_runs(built, discover(built, find(model).regions)) == []
+
+
+@pytest.mark.parametrize("model", [pytest.param(m, marks=pytest.mark.slow) if m in WHOLE else m for m in OWN])
+def test_the_full_model_is_traced_in_seconds_and_its_chains_are_linked_as_the_facts_say(model: str) -> None:
+    start = time.process_time()
+    profile = trace(from_request({"model": model}), Target("cuda"))
+    assert time.process_time() - start < 20  # twice what an undisturbed machine may take
+    assert linked(profile) == CHAINS[model]
+    assert profile.parameters == find(model).variant(None).parameters
+    assert profile.notes == ()
+
+
+# Tiny copies on the CPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", OWN)
+def test_the_tiny_copy_trains_bit_exactly_within_two_percent_of_the_predicted_peak(model: str) -> None:
+    check_tiny_copy(model, [Schedule(), Schedule(Backend.TORCH), Schedule(Backend.TORCH, 2, 4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", OWN)
+def test_the_tiny_copy_does_so_under_the_other_schedules_too(model: str) -> None:
+    check_tiny_copy(model, [Schedule(Backend.TORCH_FFN), Schedule(Backend.TORCH, 2), Schedule(Backend.UNSLOTH)])
+
+
+@pytest.mark.parametrize(("model", "variant"), [("boogu_image", "v0.1-edit"), ("mageflow", "edit")])
+def test_a_reference_image_lengthens_the_stream_of_an_edit_model_but_not_its_output(model: str, variant: str) -> None:
+    losses = []
+    for references in (1, 2):
+        job = build.real_job(reduced_copy(from_request({"model": model, "variant": variant, "references": references})))
+        with torch.no_grad():
+            output = job.model(**job.inputs, return_dict=False)[0]
+        assert output.shape == job.target.shape
+        losses.append(output.std().item())
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("model", OWN)
+def test_a_batch_of_two_gives_every_sample_its_own_prediction(model: str) -> None:
+    job = build.real_job(reduced_copy(from_request({"model": model, "batch": 2})))
+    with torch.no_grad():
+        output = job.model(**job.inputs, return_dict=False)[0]
+    parts = output if isinstance(output, tuple) else (output,)
+    assert (
+        sum(p.shape[-2] for p in parts) == job.target.shape[-1]
+        if len(parts) > 1
+        else parts[0].shape == job.target.shape
+    )
+    assert all(p.isfinite().all() for p in parts)
+
+
+def test_mageflow_attends_within_each_sample_whatever_the_lengths() -> None:
+    """Two samples of different size packed together are predicted as each of them alone."""
+    job = build.real_job(reduced_copy(from_request({"model": "mageflow", "lora_dropout": 0.0})))
+    generator = torch.Generator().manual_seed(0)
+    channels, text_channels = job.model.config.in_channels, job.model.config.context_in_dim
+    pictures = [torch.randn(channels, *size, generator=generator) for size in ((4, 6), (8, 4))]
+    texts = [torch.randn(n, text_channels, generator=generator) for n in (5, 9)]
+    times = torch.tensor([0.2, 0.8])
+    with torch.no_grad():
+        together = job.model(pictures, texts, times)[0]
+        alone = [job.model([p], [t], times[i : i + 1])[0] for i, (p, t) in enumerate(zip(pictures, texts, strict=True))]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=1e-4, rtol=1e-4)
+
+
+def test_heartmula_does_not_look_ahead() -> None:
+    job = build.real_job(reduced_copy(from_request({"model": "heartmula", "lora_dropout": 0.0})))
+    tokens, mask = job.inputs["tokens"], job.inputs["tokens_mask"]
+    changed = tokens.clone()
+    changed[:, 20:] = (changed[:, 20:] + 7) % 60
+    with torch.no_grad():
+        first, others = job.model(tokens, mask)[0]
+        first_changed, others_changed = job.model(changed, mask)[0]
+    torch.testing.assert_close(first[:, :19], first_changed[:, :19])
+    torch.testing.assert_close(others[:, :18], others_changed[:, :18])
+    assert not torch.equal(first[:, 20:], first_changed[:, 20:])
