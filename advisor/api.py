@@ -127,7 +127,8 @@ def profile_for(
     refresh: bool = False,
     progress: Callable[[], Any] = contextlib.nullcontext,
 ) -> Profile:
-    """The workload's profile for a kind of device, from the cache or traced now.
+    """The workload's profile for a kind of device: measured, where `advise probe` has stored one made on a card of that name;
+    else traced, from the cache or now.
 
     Args:
         progress: makes a context manager that is entered only when something slow has to be done.
@@ -146,6 +147,9 @@ def profile_for(
 
             return trace(workload, target)
 
+    measured = None if refresh else store.stored(workload, target.key(), "measured")
+    if measured is not None and any(name in note for name in (device.name, *device.aliases) for note in measured.notes):
+        return measured
     return store.get(workload, target.key(), "traced", build, warn, refresh=refresh)
 
 

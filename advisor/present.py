@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
+import os
 
 from estimators import devices
 from estimators.devices import Device
 
 
+def _first_visible(setting: str | None) -> int | None:
+    """Index of the first GPU that ``CUDA_VISIBLE_DEVICES`` leaves visible; None: it hides all. A name instead of a number
+    counts as the first."""
+    if setting is None:
+        return 0
+    first = setting.split(",")[0].strip()
+    if not first or first.startswith("-"):
+        return None
+    return int(first) if first.isdigit() else 0
+
+
 def detect_gpu() -> Device | None:
-    """The first NVIDIA GPU of the machine through the driver's management library, None when there is none.
+    """The first visible NVIDIA GPU of the machine through the driver's management library, None when there is none.
 
     Touches no GPU memory: NVML creates no CUDA context.
     """
+    index = _first_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if index is None:
+        return None
     library = None
     for name in ("libnvidia-ml.so.1", "nvml.dll"):
         try:
@@ -25,10 +39,10 @@ def detect_gpu() -> Device | None:
         return None
     try:
         count = ctypes.c_uint()
-        if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0 or count.value == 0:
+        if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0 or count.value <= index:
             return None
         handle = ctypes.c_void_p()
-        if library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) != 0:
+        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
             return None
         text = ctypes.create_string_buffer(96)
         if library.nvmlDeviceGetName(handle, text, 96) != 0:

@@ -12,17 +12,23 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from cpu_accuracy import compare, table
 from published import Answered, by_family, estimates
 
+from estimators.bands import kind
 from estimators.estimate import GIB
 from probes.catalogue import families
 
 ROOT = Path(__file__).parents[1]
 CPU_MODELS = ("flux", "sd3", "wan", "sdxl", "z_image")
-UNSEEN = 1.5
-"""The bands are this many times the error that 95 % of the rows stay within: families that nobody measured differ by more."""
+UNSEEN = 1.25
+"""The bands are this many times the error that 95 % of the rows of a kind stay within: other families may differ by more."""
+
+
+WIDEST = 0.35
+"""A wider band of the peak would say nothing; such a kind of job is marked unreliable instead."""
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -48,10 +54,13 @@ def errors(answered: list[Answered]) -> tuple[list[float], list[float], list[flo
     return peak, seconds, ratios
 
 
-def _band(answered: list[Answered]) -> dict[str, float | str]:
+def _band(answered: list[Answered]) -> dict[str, Any]:
     peak, seconds, _ = errors(answered)
     low, high = UNSEEN * quantile(peak, 0.95), UNSEEN * quantile(seconds, 0.95)
+    unreliable = low > WIDEST
+    low, high = min(low, WIDEST), min(high, 1.0)
     return {
+        "unreliable": unreliable,
         "peak_below": round(low, 3),
         "peak_above": round(low, 3),
         "time_below": round(1 - 1 / (1 + high), 3),
@@ -61,11 +70,11 @@ def _band(answered: list[Answered]) -> dict[str, float | str]:
     }
 
 
-def published() -> tuple[list[str], dict[str, dict[str, float | str]]]:
+def published() -> tuple[list[str], dict[str, dict[str, Any]]]:
     """Markdown lines and the bands that follow."""
     answered, refused = estimates()
     lines = [
-        "| family | GPU | schedule | peak published GiB | predicted | error | s/step published | predicted | error |",
+        "| family | base | GPU | schedule | peak published GiB | predicted | error | s/step published | predicted | error |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for _, members in by_family(answered):
@@ -80,7 +89,7 @@ def published() -> tuple[list[str], dict[str, dict[str, float | str]]]:
                 seconds = f"{r.seconds:.3f} | {e.step_seconds:.3f} | {e.step_seconds / r.seconds - 1:+.0%}"
             else:
                 seconds = f"- | {e.step_seconds or 0:.3f} | -"
-            lines.append(f"| {r.family} | {r.gpu} | {r.schedule.name} | {peak} | {seconds} |")
+            lines.append(f"| {r.family} | {r.precision} | {r.gpu} | {r.schedule.name} | {peak} | {seconds} |")
     peak_errors, time_errors, ratio_errors = errors(answered)
     out = [
         f"{len(answered)} of {len(answered) + sum(refused.values())} published rows can be estimated by this version "
@@ -99,6 +108,28 @@ def published() -> tuple[list[str], dict[str, dict[str, float | str]]]:
         )
     out += [
         "",
+        "By family, median absolute errors:",
+        "",
+        "| family | kind of job | rows | peak | worst peak | step time |",
+    ]
+    out.append("|---|---|---|---|---|---|")
+    for family, members in by_family(answered):
+        for name in sorted({kind(a.workload) for a in members}):
+            peak, seconds, _ = errors([a for a in members if kind(a.workload) == name])
+            if peak:
+                times = f"{statistics.median(map(abs, seconds)):.0%}" if seconds else "-"
+                out.append(
+                    f"| {family} | {name} | {len(peak)} | {statistics.median(map(abs, peak)):.1%} | {max(peak, key=abs):+.1%} | {times} |"
+                )
+    plain = [a for a in answered if a.row.precision == "bf16" and not a.row.schedule.offload_attention]
+    for names in (("SD3", "Z-Image Turbo"),):
+        peak = errors([a for a in plain if a.row.family in names])[0]
+        out += [
+            "",
+            f"{' and '.join(names)}, bf16, without attention offload: median absolute peak error {statistics.median(map(abs, peak)):.2%} ({len(peak)} rows).",
+        ]
+    out += [
+        "",
         "Every row:",
         "",
         *lines,
@@ -109,10 +140,15 @@ def published() -> tuple[list[str], dict[str, dict[str, float | str]]]:
         "|---|---|",
     ]
     out += [f"| {n} | {why} |" for why, n in sorted(refused.items(), key=lambda kv: -kv[1])]
-    bands = {
-        name: _band([a for a in answered if (a.row.precision not in ("bf16", "fp16", "fp32")) == quantised])
-        for name, quantised in (("float", False), ("quantised", True))
-    }
+    kinds: dict[str, list[Answered]] = {}
+    for a in answered:
+        kinds.setdefault(kind(a.workload), []).append(a)
+    bands = {name: _band(members) for name, members in sorted(kinds.items())}
+    out += ["", "Bands by kind of job:", "", "| kind | peak | step time |", "|---|---|---|"]
+    out += [
+        f"| {n}{' (unreliable)' if b['unreliable'] else ''} | ±{b['peak_above']:.1%} | -{b['time_below']:.0%} to +{b['time_above']:.0%} |"
+        for n, b in bands.items()
+    ]
     return out, bands
 
 

@@ -15,6 +15,7 @@ from estimators.devices import find_gpu
 from estimators.estimate import Estimate, Estimator
 from estimators.schedule import Schedule
 from probes import resources
+from probes.traced import TraceError
 from probes.workload import Workload, WorkloadError, from_request
 
 _TYPES: Mapping[str, Any] = {
@@ -110,7 +111,11 @@ def estimates() -> tuple[list[Answered], dict[str, int]]:
             refused[_short(error)] += 1
             continue
         device = find_gpu(row.gpu)
-        _, profile, _ = session._profile(workload, device)
+        try:
+            _, profile, _ = session._profile(workload, device)
+        except (TraceError, WorkloadError) as error:
+            refused[_short(error)] += 1
+            continue
         verdict = check(Executor.SIMPLETUNER, workload.model, profile.structure, row.schedule)
         if not verdict.supported:
             refused[verdict.reason or "not supported"] += 1

@@ -33,6 +33,8 @@ class Choice:
 
 
 RUNGS = (Backend.NONE, Backend.TORCH_FFN, Backend.TORCH, Backend.UNSLOTH_FFN, Backend.UNSLOTH)
+SAFE = 0.95
+"""An interval or stride only buys time back where the fit is at least this probable; a tight fit is named, not chosen."""
 NOTICEABLE = 0.01
 """Relative difference in predicted step time below which two schedules count as equally fast."""
 
@@ -43,6 +45,13 @@ def _gib(value: int) -> str:
 
 def _seconds(estimate: Estimate) -> str:
     return "unknown time" if estimate.step_seconds is None else f"{estimate.step_seconds:.3g} s a step"
+
+
+def _gain(now: Estimate, other: Estimate) -> float:
+    """Share of the step time that `other` saves; 0 when unknown."""
+    if not now.step_seconds or other.step_seconds is None:
+        return 0.0
+    return 1 - other.step_seconds / now.step_seconds
 
 
 def _key(estimate: Estimate) -> tuple[float, int]:
@@ -90,7 +99,8 @@ def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
             continue
         lowest = rung.peak
         if rung.fits:
-            reasons.append(f"{name}: fits, peak {_gib(rung.peak)} of {_gib(capacity)}, {_seconds(rung)}")
+            tightly = "" if rung.fit_probability >= SAFE else f", a tight fit ({rung.fit_probability:.0%} likely)"
+            reasons.append(f"{name}: fits, peak {_gib(rung.peak)} of {_gib(capacity)}, {_seconds(rung)}{tightly}")
             reached = rung
             break
         reasons.append(f"{name}: does not fit, peak {_gib(rung.peak)} of {_gib(capacity)}")
@@ -112,15 +122,17 @@ def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
             ("segment_stride", [e for e in variants if e.schedule.stride is not None]),
         )
         for knob, group in tries:
+            tight = [e for e in group if e.fit_probability < SAFE]
+            group = [e for e in group if e.fit_probability >= SAFE]
+            if tight and _gain(chosen, quickest := min(tight, key=_key)) > NOTICEABLE:
+                reasons.append(
+                    f"{quickest.schedule.name}: would save {_gain(chosen, quickest):.0%} of the step time, but is a tight fit "
+                    f"(peak {_gib(quickest.peak)}, {quickest.fit_probability:.0%} likely to fit)"
+                )
             if not group:
                 continue
             best = min(group, key=_key)
-            if (
-                best.step_seconds is not None
-                and chosen.step_seconds is not None
-                and best.step_seconds < chosen.step_seconds * (1 - NOTICEABLE)
-            ):
-                gain = 1 - best.step_seconds / chosen.step_seconds
+            if (gain := _gain(chosen, best)) > NOTICEABLE:
                 reasons.append(
                     f"{best.schedule.name}: {knob} saves {gain:.0%} of the step time and still fits, peak {_gib(best.peak)}"
                 )
@@ -128,16 +140,12 @@ def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
             else:
                 reasons.append(f"{knob}: none that fits is noticeably faster than {chosen.schedule.name}")
     fastest = min(fitting, key=_key)
-    faster: Estimate | None = None
-    if (
-        fastest.step_seconds is not None
-        and chosen.step_seconds is not None
-        and fastest.step_seconds < chosen.step_seconds * (1 - NOTICEABLE)
-    ):
-        faster = fastest
-        gain = 1 - fastest.step_seconds / chosen.step_seconds
+    faster = fastest if _gain(chosen, fastest) > NOTICEABLE else None
+    if faster is not None and not any(reason.startswith(f"{faster.schedule.name}:") for reason in reasons):
+        tightly = ", a tight fit" if faster.fit_probability < SAFE else ""
         reasons.append(
-            f"{faster.schedule.name} also fits and is predicted {gain:.0%} faster ({_seconds(faster)}, peak {_gib(faster.peak)})"
+            f"{faster.schedule.name} also fits and is predicted {_gain(chosen, faster):.0%} faster "
+            f"({_seconds(faster)}, peak {_gib(faster.peak)}{tightly})"
         )
     return Choice(chosen, tuple(reasons), faster)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from probes import resources
+from probes.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Bands:
     time_below: float
     time_above: float
     source: str
+    unreliable: bool = False
+    """Published rows of this kind miss by more than the widest band; the estimate is a rough guess."""
 
     def peak(self, estimate: int) -> tuple[int, int]:
         """(low, high) in bytes."""
@@ -29,7 +32,15 @@ class Bands:
         return estimate * (1 - self.time_below), estimate * (1 + self.time_above)
 
 
+def kind(workload: Workload) -> str:
+    """The kind of job whose published residuals make its band."""
+    if workload.weights_offload != "none":
+        return "offloaded weights"
+    base = "float base" if workload.precision in ("bf16", "fp16", "fp32") else "quantised base"
+    return f"{'lokr' if workload.adapter == 'lokr' else 'lora'}, {base}"
+
+
 @cache
-def bands_for(quantised: bool) -> Bands:
-    """The bands that come with this version, for a 16- or 32-bit base or for a quantised one."""
-    return Bands(**json.loads(resources.text("bands.json"))["quantised" if quantised else "float"])
+def bands_for(name: str) -> Bands:
+    """The bands that come with this version for a kind of job (see :func:`kind`)."""
+    return Bands(**json.loads(resources.text("bands.json"))[name])

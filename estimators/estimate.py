@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from estimators import allocator, optimizers
-from estimators.bands import Bands, bands_for
+from estimators.bands import Bands, bands_for, kind
 from estimators.devices import Device, DeviceKind
 from estimators.memory import Memory, Replay, Resident, exact
 from estimators.schedule import IntervalForm, Resolution, Schedule, resolve
@@ -135,7 +135,7 @@ class Estimator:
     ) -> None:
         self.profile, self.device, self.semantics = profile, device, semantics
         self.headroom, self.host_ram = headroom, host_ram
-        self.bands = bands or bands_for(profile.workload.precision not in ("bf16", "fp16", "fp32"))
+        self.bands = bands or bands_for(kind(profile.workload))
         self.on_cpu = device.kind is DeviceKind.CPU
         self.counted = exact if self.on_cpu else allocator.block_bytes
         self.replay = replay or Replay(profile, self.counted)
@@ -184,6 +184,10 @@ class Estimator:
         sigma = max(high - low, 1) / (2 * 1.96)
         probability = 0.5 * (1 + math.erf((self.capacity - memory.peak) / (sigma * math.sqrt(2))))
         all_notes = [*notes, *resolution.notes, *more]
+        if self.bands.unreliable:
+            all_notes.append(
+                f"a rough guess: some published rows of this kind of job ({kind(self.profile.workload)}) lie outside any useful band"
+            )
         host = memory.host_peak + self.profile.host_weight_bytes
         if fits and self.host_ram is not None and host > self.host_ram:
             fits, probability = False, 0.0

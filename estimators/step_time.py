@@ -7,6 +7,7 @@ where they are close. The few rates are physical and shared by all models; `data
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,11 +73,33 @@ class StepTime:
         return self.host > self.gpu
 
 
+MEASURED_DEVICE = "device"
+"""Key of the device's own rates in a measured profile."""
+
+
+def _with_measured(device: Device, rates: Rates, seen: Mapping[str, float]) -> tuple[Device, Rates]:
+    """The device with the rates that a measured probe reached on it, which need no share taken off any more."""
+    memory = seen.get("memory_bytes_per_second")
+    compute = seen.get("bf16_flops")
+    changed = dataclasses.replace(
+        device,
+        bf16_flops=compute / rates.gemm if compute else device.bf16_flops,
+        memory_bytes_per_second=memory / rates.memory if memory else device.memory_bytes_per_second,
+        host_to_device_bytes_per_second=seen.get("host_to_device_bytes_per_second")
+        or device.host_to_device_bytes_per_second,
+        device_to_host_bytes_per_second=seen.get("device_to_host_bytes_per_second")
+        or device.device_to_host_bytes_per_second,
+    )
+    return changed, rates
+
+
 class Clock:
     """A profile's kernels timed on one device; prepared once, used for many schedules."""
 
     def __init__(self, profile: Profile, device: Device, rates: Rates | None = None) -> None:
         r = rates or default_rates()
+        if rates is None and (seen := profile.measured.get(MEASURED_DEVICE)) is not None:
+            device, r = _with_measured(device, r, seen)
         self.rates, self.device, self.profile = r, device, profile
         tape = profile.tape
         half = profile.workload.precision != "fp32"

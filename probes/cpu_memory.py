@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +51,25 @@ def resident_bytes(job: Job, optimizer: torch.optim.Optimizer) -> int:
     return sum(seen.values())
 
 
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Keeps the profiler library's own start and stop lines, which it writes to file descriptor 2, off the terminal."""
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:
+        yield
+        return
+    try:
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, 2)
+        os.close(sink)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def profiled_peak(run: Callable[[], object], resident: int) -> CpuPeak:
     """Runs `run` under `torch.profiler` and sums its CPU allocator events in time order.
 
@@ -56,7 +78,10 @@ def profiled_peak(run: Callable[[], object], resident: int) -> CpuPeak:
         resident: bytes that are allocated before it starts (`resident_bytes`).
     """
     gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with (
+        _silent_stderr(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+    ):
         run()
     events = [
         (e.start_ns(), e.nbytes())

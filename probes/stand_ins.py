@@ -61,6 +61,8 @@ class KnownValues(TorchDispatchMode):
             return self._selected(args[0])
         elif args and isinstance(args[0], torch.Tensor) and not args[0].is_meta and _writes_first(func):
             return args[0]
+        if name == "aten::_to_copy":
+            kwargs = {k: v for k, v in kwargs.items() if k != "device"}
         args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -16,7 +16,9 @@ def forward_loss(job: Job) -> torch.Tensor:
     device = job.target.device.type
     context = torch.autocast(device, job.autocast) if job.autocast is not None else contextlib.nullcontext()
     with context:
-        output = job.model(**job.inputs, return_dict=False)[0]
+        output = job.model(**job.inputs, return_dict=False)
+        if not isinstance(output, torch.Tensor):
+            output = output[0]
         if job.output_stack:
             output = torch.stack(list(output))
     if not job.target.is_floating_point():

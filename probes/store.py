@@ -217,6 +217,15 @@ def get(
     return profile
 
 
+def stored(workload: Workload, target: str, source: str) -> Profile | None:
+    """The stored profile, None when there is none or it is unreadable."""
+    path = cache_folder() / f"{key(workload, target, source)}.npz"
+    try:
+        return dataclasses.replace(from_bytes(path.read_bytes()), workload=workload)
+    except (OSError, ValueError):
+        return None
+
+
 def read_small(name: str) -> dict[str, Any]:
     """A small JSON object of the cache; empty when absent or unreadable."""
     try:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -268,8 +268,16 @@ def _empty(model: nn.Module, fake: FakeTensorMode | None, workload: Workload) ->
                     done[id(t)] = (data, t)
                 table[key] = done[id(t)][0]
         for key, value in list(module.__dict__.items()):
-            if fake is not None and type(value) is torch.Tensor and value.is_meta:
-                module.__dict__[key] = FakeTensor(fake, value, device=torch.device("cpu"))
+            if fake is not None and key[0] != "_" and any(map(_plain_meta, pytree.tree_leaves(value))):
+                module.__dict__[key] = pytree.tree_map_only(_plain_meta, _faked(fake), value)
+
+
+def _faked(fake: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda t: FakeTensor(fake, t, device=torch.device("cpu"))
+
+
+def _plain_meta(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.is_meta
 
 
 class _Links:
@@ -302,12 +310,15 @@ class _Links:
         module.register_forward_hook(leave)
 
     def linked(self, structure: Structure) -> Structure:
-        """The structure with `linked` filled in from what was seen. Blocks left out of the trace are like their twins."""
+        """The structure with `linked` filled in from what was seen. Blocks left out of the trace are like their twins; a list
+        that this workload does not call (reference images without any) is left out."""
         chains = []
         called = set(self._order)
         for chain in structure.chains:
             blocks: tuple[Block, ...] = chain.blocks
             seen = [b.name for b in blocks if b.name in called]
-            ok = bool(seen) and all(self._joined.get(pair, False) for pair in itertools.pairwise(seen))
+            if not seen:
+                continue
+            ok = all(self._joined.get(pair, False) for pair in itertools.pairwise(seen))
             chains.append(Chain(chain.path, blocks, ok, chain.groupable))
         return Structure(tuple(chains))

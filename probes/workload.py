@@ -162,6 +162,12 @@ def _number(option: str, value: Any, low: float, high: float) -> float:
     return float(value)
 
 
+def _yes_no(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise WorkloadError(f"--{option} must be true or false, not {value!r}")
+    return value
+
+
 def parse_resolution(value: Any, family: catalogue.Family) -> tuple[int, int]:
     """``1024`` or ``WIDTHxHEIGHT`` as (height, width) in pixels.
 
@@ -179,27 +185,34 @@ def parse_resolution(value: Any, family: catalogue.Family) -> tuple[int, int]:
             raise WorkloadError(
                 f"--resolution {value}: {name} must be from {step} to {MAX_PIXELS} pixels for {family.name}, not {side}"
             )
+    near = _nearest_size(width, height, family)
     if width % step or height % step:
-        near = tuple(max(step, round(s / step) * step) for s in (width, height))
         raise WorkloadError(
-            f"--resolution {value} does not fit {family.name}: width and height must be multiples of {step} "
-            f"(nearest: {near[0]}x{near[1]})"
+            f"--resolution {value} does not fit {family.name}: width and height must be multiples of {step} (nearest: {near})"
         )
     longest = family.max_side
     if longest is not None and max(width, height) > longest:
-        near = tuple(min(s, longest) for s in (width, height))
         raise WorkloadError(
             f"--resolution {value} is too large for {family.name}: its position table ends at {longest} pixels a side "
-            f"(nearest: {near[0]}x{near[1]})"
+            f"(nearest: {near})"
         )
     if family.max_pixels is not None and width * height > family.max_pixels:
-        scale = math.sqrt(family.max_pixels / (width * height))
-        near = tuple(max(step, int(s * scale) // step * step) for s in (width, height))
         raise WorkloadError(
             f"--resolution {value} is too large for {family.name}: width x height must be at most {family.max_pixels} pixels "
-            f"(nearest: {near[0]}x{near[1]})"
+            f"(nearest: {near})"
         )
     return height, width
+
+
+def _nearest_size(width: int, height: int, family: catalogue.Family) -> str:
+    """A size near the given one that the model takes."""
+    step, longest = family.pixel_multiple, (family.max_side or MAX_PIXELS) // family.pixel_multiple
+    sides = [min(longest, max(1, round(s / step))) for s in (width, height)]
+    most = (family.max_pixels or MAX_PIXELS**2) // step**2
+    if sides[0] * sides[1] > most:
+        scale = math.sqrt(most / (sides[0] * sides[1]))
+        sides = [max(1, int(s * scale)) for s in sides]
+    return f"{sides[0] * step}x{sides[1] * step}"
 
 
 def _frames(value: Any, family: catalogue.Family) -> int:
@@ -320,7 +333,7 @@ def from_request(request: Mapping[str, Any]) -> Workload:
         precision=_choice("precision", get("precision", "bf16"), PRECISIONS),
         optimizer=_choice("optimizer", get("optimizer", "adamw_bf16"), OPTIMIZERS),
         attention=_choice("attention", get("attention", "auto"), ATTENTION),
-        fuse_qkv=bool(get("fuse_qkv", False)),
+        fuse_qkv=_yes_no("fuse-qkv", get("fuse_qkv", False)),
         weights_offload=str(get("weights_offload", "none")),
         compile=_choice("compile", get("compile", "none"), COMPILE),
         seconds=_seconds(get("seconds"), family),

@@ -25,6 +25,7 @@ def estimate(
     fits: bool | None = None,
     largest: str = "saved",
     notes: tuple[str, ...] = (),
+    probability: float = 1.0,
 ) -> Estimate:
     """An estimate of `peak` GiB, most of it in the part `largest`; it fits where the peak is within 24 GiB."""
     parts = dict.fromkeys(
@@ -38,6 +39,7 @@ def estimate(
         peak=int(peak * GIB),
         step_seconds=seconds,
         fits=peak * GIB <= CAPACITY if fits is None else fits,
+        fit_probability=probability,
         breakdown=parts,
         notes=notes,
     )
@@ -317,3 +319,13 @@ def test_a_rung_is_never_taken_when_an_earlier_supported_one_fits(estimates: Seq
     if fits:
         # the first that fits is taken unless its peak is not below an earlier rung's, which then did not fit either
         assert choice.chosen.schedule.backend == fits[0].backend
+
+
+def test_a_faster_interval_that_is_a_tight_fit_is_named_but_not_chosen() -> None:
+    choice = ladder(
+        estimate(Schedule(), 30),
+        estimate(Schedule(Backend.TORCH), 10, 2.0),
+        estimate(Schedule(Backend.TORCH, 2, 4), 23, 1.5, probability=0.7),
+    )
+    assert chosen(choice) == Schedule(Backend.TORCH)
+    assert any("tight fit" in reason and "70%" in reason for reason in choice.reasons)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimators import allocator, optimizers
-from estimators.bands import Bands, bands_for
+from estimators.bands import Bands, bands_for, kind
 from estimators.devices import Device, DeviceKind, cpu_device, find_gpu
 from estimators.estimate import GIB, Estimate, Estimator, Semantics
 from estimators.memory import Replay
@@ -92,7 +92,17 @@ def test_bands_are_shares_of_the_estimate() -> None:
     bands = Bands(peak_below=0.01, peak_above=0.02, time_below=0.1, time_above=0.25, source="")
     assert bands.peak(1000) == (990, 1020)
     assert bands.time(8.0) == pytest.approx((7.2, 10.0))
-    assert bands_for(False).peak_above <= bands_for(True).peak_above
+
+
+@pytest.mark.parametrize("adapter", ["lora", "lokr", "full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "int8-quanto", "nf4"])
+@pytest.mark.parametrize("offload", ["none", "ramtorch", "blocks:4"])
+def test_every_kind_of_job_has_bands_with_their_source(adapter: str, precision: str, offload: str) -> None:
+    workload = from_request({"model": "flux"})
+    changes = {"adapter": adapter, "precision": precision, "weights_offload": offload}
+    bands = bands_for(kind(dataclasses.replace(workload, **changes)))  # type: ignore[arg-type]
+    assert bands.source
+    assert all(0 < share < 1 for share in (bands.peak_below, bands.peak_above, bands.time_below, bands.time_above))
 
 
 def test_checkpointing_lowers_the_peak_and_lengthens_the_step(profile: Profile, replay: Replay) -> None:

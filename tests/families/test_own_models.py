@@ -66,6 +66,12 @@ def check_tiny_copy(model: str, schedules: Sequence[Schedule]) -> None:
         assert (r.recomputed > 0) == (r.schedule.backend is not Backend.NONE)
 
 
+@pytest.fixture(scope="module")
+def _warm() -> None:
+    """Libraries are imported by the first trace."""
+    trace(reduced_copy(from_request({"model": "mageflow"})), Target("cuda"))
+
+
 # Against the published facts -----------------------------------------------------------------------------------------
 
 
@@ -103,6 +109,7 @@ def test_blocks_with_something_of_their_own_between_them_are_not_traced_through_
     assert thinning.find_runs(built, discover(built, find(model).regions)) == []
 
 
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("model", [pytest.param(m, marks=pytest.mark.slow) if m in WHOLE else m for m in OWN])
 def test_the_full_model_is_traced_in_seconds_and_its_chains_are_linked_as_the_facts_say(model: str) -> None:
     start = time.process_time()

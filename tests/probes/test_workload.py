@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from probes.workload import (
     NotYetError,
     WorkloadError,
     from_request,
+    parse_resolution,
     reduced_copy,
 )
 
@@ -172,18 +174,34 @@ def test_a_side_that_is_too_small_or_too_large_is_refused_by_name(value: str, si
         from_request({"model": "flux", "resolution": value})
 
 
-@given(st.sampled_from(["flux", "sd3", "sdxl", "wan", "z_image"]), st.integers(1, 17000), st.integers(1, 17000))
+VISUAL = sorted(name for name, family in families().items() if family.kind != "audio")
+
+
+@given(st.sampled_from(VISUAL), st.integers(1, 17000), st.integers(1, 17000))
 def test_the_nearest_resolution_that_is_offered_is_itself_accepted(model: str, width: int, height: int) -> None:
-    try:
-        from_request({"model": model, "resolution": f"{width}x{height}"})
-    except WorkloadError as error:
-        if "nearest: " in str(error):
-            near = str(error).split("nearest: ")[1].rstrip(")")
-            near_width, near_height = (int(s) for s in near.split("x"))
-            assert from_request({"model": model, "resolution": near}).resolution == near
-            step = families()[model].pixel_multiple
-            assert abs(near_width - width) <= step
-            assert abs(near_height - height) <= step
+    with contextlib.suppress(WorkloadError):
+        parse_resolution(f"{width}x{height}", families()[model])
+        return
+    near = _offered(f"{width}x{height}", model)
+    if near is not None:
+        parsed = parse_resolution(near, families()[model])
+        assert parsed == tuple(int(s) for s in reversed(near.split("x")))
+
+
+def _offered(resolution: str, model: str) -> str | None:
+    """The size that a refusal offers instead."""
+    with pytest.raises(WorkloadError) as error:
+        parse_resolution(resolution, families()[model])
+    found = re.search(r"nearest: (\d+x\d+)", str(error.value))
+    return found[1] if found else None
+
+
+@pytest.mark.parametrize(
+    ("given_", "nearest"), [("2057x1000", "2048x992"), ("4096x1024", "2048x1024"), ("1000x1000", "992x992")]
+)
+def test_the_nearest_resolution_keeps_within_a_models_position_table(given_: str, nearest: str) -> None:
+    assert families()["kandinsky5_image"].max_side == 2048
+    assert _offered(given_, "kandinsky5_image") == nearest
 
 
 def test_frames_of_an_image_model_are_refused() -> None:
