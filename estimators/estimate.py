@@ -183,6 +183,8 @@ class Estimator:
         low, high = self.bands.peak(memory.peak)
         sigma = max(high - low, 1) / (2 * 1.96)
         probability = 0.5 * (1 + math.erf((self.capacity - memory.peak) / (sigma * math.sqrt(2))))
+        if not fits:
+            probability = min(probability, 0.5)  # the peak alone may fit where the allocator cannot place it
         all_notes = [*notes, *resolution.notes, *more]
         if self.bands.unreliable:
             all_notes.append(

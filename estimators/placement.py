@@ -44,6 +44,7 @@ def unit_arguments(tape: Tape, unit: Unit) -> list[tuple[int, bool, int]]:
     if unit.from_child is not None:
         given = set(call.arguments)
         reads = tape.inner_reads.get(f"{module}@{unit.from_child}", ())
+        found = [entry for entry in found if entry[0] in reads]
         found += [(sid, True, int(tape.size[sid])) for sid in reads if sid not in given]
     return found
 

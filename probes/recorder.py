@@ -110,8 +110,8 @@ class Recorder(TorchDispatchMode):
         self.op_bytes: list[float] = []
         self.calls: dict[str, Call] = {}
         self.inner_reads: dict[str, tuple[int, ...]] = {}
-        self._reading: dict[str, tuple[int, int, set[int]]] = {}
-        self._active_reads: list[tuple[int, int, set[int]]] = []
+        self._reading: dict[str, tuple[int, set[int], frozenset[int]]] = {}
+        self._active_reads: list[tuple[int, int, set[int], frozenset[int]]] = []
 
     # storages ---------------------------------------------------------------------------------------------------------
 
@@ -165,8 +165,8 @@ class Recorder(TorchDispatchMode):
             sid = self._sid(t)
             if op.kernel:
                 moved += t.numel() * t.element_size()
-                for low, high, found in self._active_reads:
-                    if low <= sid < high:
+                for low, high, found, arguments in self._active_reads:
+                    if low <= sid < high or sid in arguments:
                         found.add(sid)
         outputs = func(*args, **kwargs)
         self.now += 1
@@ -271,14 +271,14 @@ class Recorder(TorchDispatchMode):
                 tuple(tensors[i].numel() * tensors[i].element_size() for i in keep),
             )
             if reads_from:
-                self._reading[f"{name}@{reads_from}"] = (len(self.size), -1, set())
+                self._reading[f"{name}@{reads_from}"] = (len(self.size), set(), frozenset(s for s in sids if s >= 0))
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             self.now += 1
             call = self.calls[name]
             self.calls[name] = Call(call.start, self.now, call.arguments, call.movable, call.argument_bytes)
             if reads_from:
-                _, _, found = self._reading.pop(f"{name}@{reads_from}")
+                _, found, _ = self._reading.pop(f"{name}@{reads_from}")
                 self.inner_reads[f"{name}@{reads_from}"] = tuple(sorted(found))
                 self._active_reads = [r for r in self._active_reads if r[2] is not found]
 
@@ -288,8 +288,8 @@ class Recorder(TorchDispatchMode):
             key = f"{name}@{reads_from}"
 
             def child_enter(_: nn.Module, args: Any) -> None:
-                low, _high, found = self._reading[key]
-                self._active_reads.append((low, len(self.size), found))
+                low, found, arguments = self._reading[key]
+                self._active_reads.append((low, len(self.size), found, arguments))
 
             module.get_submodule(reads_from).register_forward_pre_hook(child_enter)
 

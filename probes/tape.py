@@ -75,4 +75,4 @@ class Tape:
     """By qualified module name, for the blocks and the regions inside them."""
 
     inner_reads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By ``block@child``: storages born in the block before the child's call and read from there on."""
+    """By ``block@child``: storages born in the block before the child's call, or its arguments, that are read from there on."""

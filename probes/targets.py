@@ -104,6 +104,27 @@ def _sdpa_cuda(
     return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 
 
+class _FusedRmsNorm(torch.autograd.Function):
+    """The fused CUDA kernel as it allocates and saves: input, weight and one float32 rstd a row. (`aten::_fused_rms_norm`
+    itself falls apart into elementwise operators on meta and CPU tensors.)"""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, shape: list[int], weight: torch.Tensor | None) -> torch.Tensor:
+        rows = (*input.shape[: input.dim() - len(shape)], *(1 for _ in shape))
+        ctx.save_for_backward(input, weight, input.new_empty(rows, dtype=torch.float32))
+        return torch.mul(input, weight) if weight is not None else torch.mul(input, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        input, weight, _ = ctx.saved_tensors
+        of_input = torch.mul(gradient, input) if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if weight is not None and ctx.needs_input_grad[2]:
+            of_weight = torch.sum(gradient, list(range(gradient.dim() - weight.dim())))
+        return of_input, None, of_weight
+
+
 class CudaFunctions(TorchFunctionMode):
     """Makes the functions of a traced model save what they save on a CUDA device. Active in the forward pass only, which
     is enough: a trace never runs under a checkpoint."""
@@ -170,7 +191,8 @@ class CudaFunctions(TorchFunctionMode):
                 weight = weight.float() if weight is not None else None
             if weight is not None and weight.dtype != input.dtype:
                 return func(input, normalized_shape, weight, eps)
-            return aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+            result: torch.Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight)
+            return result
 
         return bind(*args, **kwargs)
 

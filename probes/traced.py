@@ -56,14 +56,15 @@ META, VALUES, FAKE, REAL = Way(True), Way(True, True), Way(False), Way(False, Tr
 
 
 def _attempts(workload: Workload, target: Target, runs: list[thinning.Run]) -> list[tuple[list[thinning.Run], Way]]:
-    """Fast ways first; all but the last may fail."""
-    reads = workload.family.reads_values
+    """Fast ways first; all but the last may fail. A small copy's real step is faster than one on fake tensors."""
     if target.kind == "cpu":
-        ways = [] if reads and workload.reduced else [FAKE]
+        ways = [FAKE]
     else:
-        ways = [VALUES, FAKE] if reads else [META, VALUES, FAKE]
+        ways = [VALUES, FAKE] if workload.family.reads_values else [META, VALUES, FAKE]
     found = [(chosen, way) for chosen in ([runs, []] if runs else [[]]) for way in ways]
-    return [*found, ([], REAL)] if target.kind == "cpu" and workload.reduced else found
+    if target.kind == "cpu" and workload.reduced:
+        return [*found, ([], REAL)] if workload.config_json else [([], REAL), *found]
+    return found
 
 
 def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile:

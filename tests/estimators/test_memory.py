@@ -461,9 +461,6 @@ def test_the_simulated_peak_is_the_measured_one_with_feed_forward_checkpoints(un
     _compare("transformer", units)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the block's own arguments count as the checkpoint's although nothing there reads them"
-)
 def test_the_simulated_peak_is_the_measured_one_from_the_norm_on_with_inputs_on_the_host() -> None:
     _compare("transformer", _tails(range(N_BLOCKS), offload=True))
 

@@ -318,8 +318,11 @@ def test_inner_reads_are_the_blocks_own_storages_that_are_read_from_the_child_on
     tape = _watched(reads_from="ff")
     call, ff = tape.calls["blocks.0"], tape.calls["blocks.0.ff"]
     read = tape.inner_reads["blocks.0@ff"]
-    assert all(call.start < tape.birth[s] < ff.start for s in read)
-    # x after the attention (read by the last sum) and x.exp() (the feed-forward's own input), but not `normed`
-    assert len(read) == 2
-    assert ff.arguments[0] in read
+    assert all(call.start < tape.birth[s] < ff.start or s in call.arguments for s in read)
+    # x after the attention (read by the last sum), x.exp() (the feed-forward's own input) and the argument `table`, but
+    # neither `normed` nor the arguments x and scale
+    x, scale, table = call.arguments
+    assert len(read) == 3
+    assert {ff.arguments[0], table} < set(read)
+    assert not {x, scale} & set(read)
     assert set(read) != {s for s in storages(tape, X_BYTES) if call.start < tape.birth[s] < ff.start}

@@ -240,13 +240,6 @@ def test_softmax_and_sums_return_float32_without_a_copy_of_their_input(by_keywor
     assert all(t.dtype is FP32 for t in saved)
 
 
-_COMPOSITE = pytest.mark.xfail(
-    strict=True,
-    reason="aten::_fused_rms_norm has no kernel for meta and CPU tensors and falls back to the composite one",
-)
-
-
-@_COMPOSITE
 def test_rms_norm_is_fused_and_saves_one_number_a_row_when_the_weight_has_the_inputs_dtype() -> None:
     norm = nn.RMSNorm(D, device="meta", dtype=BF16)
     with saving(Target("cuda"), autocast=False) as saved:
@@ -254,7 +247,6 @@ def test_rms_norm_is_fused_and_saves_one_number_a_row_when_the_weight_has_the_in
     assert sorted(shapes(saved), key=str) == sorted([(BF16, (B, S, D)), (BF16, (D,)), (FP32, (B, S, 1))], key=str)
 
 
-@_COMPOSITE
 def test_rms_norm_is_one_kernel() -> None:
     recorder, norm = Recorder("meta"), nn.RMSNorm(D, device="meta")
     with recorder, CudaFunctions(Target("cuda")):
