@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,55 @@ class _Op:
             self.kind = MEMORY
 
 
+@cache
+def _unshared_counts() -> tuple[int, int]:
+    """Reference counts (tensor, storage) that a gradient shows inside a dispatch mode when only the engine holds it."""
+    found: list[tuple[int, int]] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add.Tensor:
+                found.append(_counts(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with torch.enable_grad(), Look():
+        x = torch.empty(2, device="meta", requires_grad=True) * 1
+        (x.sin() * x.cos()).sum().backward()
+    return found[0]
+
+
+def _counts(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Every element of its storage range once, in whatever order of axes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _accumulates_in_place(args: tuple[Any, ...], unshared: tuple[int, int]) -> bool:
+    """Whether this addition is the autograd engine's, of two gradients of one tensor, and would reuse the first one's memory.
+
+    It does so when nobody else holds that gradient, but never under a dispatch mode (InputBuffer::accumulate), so a
+    recording has to do it itself.
+    """
+    if len(args) != 2 or torch._C._current_autograd_node() is None:
+        return False
+    first, second = args
+    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+        return False
+    if first.shape != second.shape or first.dtype != second.dtype or not _is_dense(first):
+        return False
+    tensor, storage = _counts(first)
+    return tensor <= unshared[0] and storage <= unshared[1]
+
+
 class _Ticket:
     """Stands for a saved tensor inside autograd's graph; tells the recorder when the graph lets go of it."""
 
@@ -88,6 +138,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.devices = (devices,) if isinstance(devices, str) else tuple(devices)
         self.keep_values = keep_values
+        self._unshared = _unshared_counts()
         self.now = 0
         self.scratch_of = scratch
         self._ids: dict[int, int] = {}
@@ -168,6 +219,8 @@ class Recorder(TorchDispatchMode):
                 for low, high, found, arguments in self._active_reads:
                     if low <= sid < high or sid in arguments:
                         found.add(sid)
+        if func is torch.ops.aten.add.Tensor and not kwargs and _accumulates_in_place(args, self._unshared):
+            func = torch.ops.aten.add_.Tensor
         outputs = func(*args, **kwargs)
         self.now += 1
         for t in _tensors((outputs,)):
