@@ -20,7 +20,7 @@ from estimators.schedule import Schedule
 from probes import store
 from probes.profile import Profile
 from probes.structure import Structure
-from probes.workload import Workload, WorkloadError, from_request
+from probes.workload import REQUEST_KEYS, Workload, WorkloadError, from_request
 
 PLAN_FORMAT = 1
 
@@ -267,6 +267,8 @@ def plan(
     """
     from advisor.present import detect_gpu
 
+    if unknown := sorted(set(options) - set(REQUEST_KEYS)):
+        raise WorkloadError(f"plan() has no option {unknown[0]!r}; valid: gpu, vram_gib, {', '.join(REQUEST_KEYS[1:])}")
     device = device_for(gpu=gpu, vram_gib=vram_gib, detect=detect_gpu)
     if device is None:
         raise WorkloadError("this machine has no GPU; say which card to plan for with gpu= or vram_gib=")

@@ -349,7 +349,8 @@ def _output_files(params: Mapping[str, Any]) -> dict[str, Path]:
         raise WorkloadError(f"--export and --plan both name {params['export']}; give two files")
     for option, path in files.items():
         found = _json_object(path)
-        ours = not found or (set(found) <= KEYS if option == "export" else found.get("plan_format", -1) != -1)
+        empty = not path.exists() or path.stat().st_size == 0
+        ours = empty or (found is not None and (set(found) <= KEYS if option == "export" else "plan_format" in found))
         if not ours:
             kind = "schedule keys" if option == "export" else f"a plan (format {PLAN_FORMAT})"
             raise WorkloadError(
@@ -358,13 +359,13 @@ def _output_files(params: Mapping[str, Any]) -> dict[str, Path]:
     return files
 
 
-def _json_object(path: Path) -> dict[str, Any]:
-    """What a small JSON file holds; empty when it is not there or not a JSON object."""
+def _json_object(path: Path) -> dict[str, Any] | None:
+    """What a small JSON file holds; None when it is not there or not a JSON object."""
     try:
-        found = json.loads(path.read_text("utf-8")) if path.stat().st_size < 2**24 else {}
+        found = json.loads(path.read_text("utf-8")) if path.stat().st_size < 2**24 else None
     except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _write(answer: Plan, files: Mapping[str, Path]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ def run(
     """
     use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     notes: list[str] = []
+    if latents is not None:
+        _files(latents)
     torch.manual_seed(seed)
     if use_cuda:
         workload = plan.workload
@@ -103,6 +106,10 @@ def run(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(float(loss.detach()))
+            if not math.isfinite(losses[-1]):
+                raise WorkloadError(
+                    f"the loss of step {number} is {losses[-1]}; the run is stopped and nothing is saved"
+                )
             seconds.append(time.perf_counter() - start)
             if on_step is not None:
                 on_step(number, losses[-1], seconds[-1])
@@ -119,16 +126,20 @@ def _batches(job: Job, workload: Workload, folder: Path | None, seed: int) -> It
     if folder is None:
         while True:
             yield job.inputs
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not files:
-        raise WorkloadError(f"--latents {folder}: no safetensors files in it")
-    samples = [_sample(file, job) for file in files]
+    samples = [_sample(file, job) for file in _files(folder)]
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(samples), generator=generator).tolist()
         order = (order * (workload.batch // len(order) + 1))[: max(workload.batch, len(order))]
         for start in range(0, len(order) - workload.batch + 1, workload.batch):
             yield _collate(job, [samples[i] for i in order[start : start + workload.batch]])
+
+
+def _files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not found:
+        raise WorkloadError(f"--latents {folder}: no safetensors files in it")
+    return found
 
 
 def _sample(file: Path, job: Job) -> dict[str, torch.Tensor]:
@@ -149,6 +160,8 @@ def _sample(file: Path, job: Job) -> dict[str, torch.Tensor]:
         shape = tuple(wanted[0].shape)
         if tuple(t.shape) != shape:
             raise WorkloadError(f"--latents {file}: {name} is {tuple(t.shape)}, the planned shape is {shape}")
+        if t.is_floating_point() and not bool(t.isfinite().all()):
+            raise WorkloadError(f"--latents {file}: {name} holds values that are not finite")
     return tensors
 
 

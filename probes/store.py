@@ -130,9 +130,12 @@ def from_bytes(content: bytes) -> Profile:
         ValueError: not a profile of this format.
     """
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            meta: dict[str, Any] = json.loads(file["meta"].tobytes())
-            arrays = {name: file[name] for name in _ARRAYS}
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as file:
+                meta: dict[str, Any] = json.loads(file["meta"].tobytes())
+                arrays = {name: file[name] for name in _ARRAYS}
+        except Exception:  # noqa: BLE001 - a damaged file may fail in any way; all of them mean the same
+            raise ValueError("not a profile, or a damaged one") from None
         if meta["format"] != FORMAT:
             raise ValueError(f"profile format {meta['format']}, this version reads {FORMAT}")
         workload = dict(meta["workload"])

@@ -215,3 +215,10 @@ def test_this_machines_gpu_is_the_device_unless_one_is_named(advise: Advise, mon
     assert json.loads(advise(*SMALL, "--json").out)["device"]["name"] == "H200"
     assert json.loads(advise(*SMALL, "--gpu", "3090", "--json").out)["device"]["name"] == "RTX 3090"
     assert json.loads(advise(*SMALL, "--vram", "20", "--json").out)["device"]["name"] == "20 GiB card"
+
+
+def test_an_output_file_that_holds_something_else_than_json_is_not_replaced(advise: Advise, tmp_path: Path) -> None:
+    script = tmp_path / "lib.sh"
+    script.write_text("echo kept\n")
+    assert "holds other settings" in advise(*SMALL, "--gpu", "4090", "--plan", str(script)).error
+    assert script.read_text() == "echo kept\n"

@@ -233,7 +233,7 @@ class _Bomb:
 def test_pickled_objects_are_refused_and_not_run(folder: Path) -> None:
     folder.mkdir()
     for content in (_rewritten(size=np.array([_Bomb()], object)), pickle.dumps(_Bomb())):
-        with pytest.raises(ValueError, match=r"[Pp]ickle|not a readable profile"):
+        with pytest.raises(ValueError, match="not a profile"):
             store.from_bytes(content)
     assert list(folder.iterdir()) == []
 
