@@ -71,8 +71,8 @@ OTHER_VARIANTS = (
 )
 """Variants whose class or inputs differ from the family's first one."""
 
-HEAVY = {"ltxvideo2", "sdxl", "hidream"}
-"""A CPU step of the small copy takes more than half a second."""
+HEAVY = {"ltxvideo2", "sdxl", "hidream", "kolors", "sd2x", "kandinsky5_video", "ace_step", "longcat_image"}
+"""Their small copies take longest, and others have the same blocks."""
 
 ASSUMPTIONS = {"cosmos": "resize", "hidream": "balanced routing"}
 """What the profile of a family says that it assumes."""

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from probes.catalogue import UnknownModelError, families
@@ -256,6 +256,7 @@ JSON = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a shared machine, not the strategy
 @given(st.dictionaries(st.sampled_from(REQUEST_KEYS), JSON, max_size=3), st.sampled_from(["flux", "wan", None]))
 def test_any_json_gives_a_workload_or_an_error_of_this_layer(request_: dict[str, Any], model: str | None) -> None:
     with contextlib.suppress(WorkloadError, UnknownModelError):
