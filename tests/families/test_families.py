@@ -23,6 +23,9 @@ from probes.target import Target
 from probes.traced import trace
 from probes.workload import WorkloadError, from_request, reduced_copy
 
+pytestmark = pytest.mark.slow
+"""Minutes: every family is built, traced and trained. `pytest -m slow` runs them."""
+
 # "path blocks", with ~ where each block gets something of its own (so several do not fit into one checkpoint) and ! where a
 # trainer treats each block by itself.
 FAMILIES = {
@@ -36,7 +39,7 @@ FAMILIES = {
     "flux2": "transformer_blocks 8, single_transformer_blocks 24",
     "flux3_image": "mode_blocks.image 5, mode_blocks.image_cond 5, txt_mode_blocks 5, single_transformer_blocks 28",
     "hidream": "double_stream_blocks 16~, single_stream_blocks 32~",
-    "hunyuanvideo": "context_embedder.token_refiner.refiner_blocks 2!, transformer_blocks 54",
+    "hunyuanvideo": "transformer_blocks 54",
     "ideogram": "layers 34",
     "kandinsky5_image": "text_transformer_blocks 2, visual_transformer_blocks 50",
     "kandinsky5_video": "text_transformer_blocks 2, visual_transformer_blocks 32",
@@ -45,7 +48,7 @@ FAMILIES = {
     "longcat_image": "transformer_blocks 10, single_transformer_blocks 20",
     "ltxvideo": "transformer_blocks 28",
     "ltxvideo2": "transformer_blocks 48",
-    "lumina2": "noise_refiner 2!, context_refiner 2!, layers 26",
+    "lumina2": "layers 26",
     "minimaxh3": "token_refiner.refiner_blocks 2!, transformer_blocks 50",
     "omnigen": "layers 32",
     "pixart": "transformer_blocks 42",
