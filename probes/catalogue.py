@@ -157,6 +157,8 @@ class Family:
         Raises:
             UnknownModelError: naming the variants that exist.
         """
+        if name is not None and (exact := self.variants.get(str(name))) is not None:
+            return exact
         wanted = _plain(str(name or self.default_variant))
         for v in self.variants.values():
             if wanted in {_plain(v.name), *map(_plain, v.aliases)}:

@@ -80,7 +80,7 @@ class KnownValues(TorchDispatchMode):
             if not dtype.is_floating_point:
                 return func(*args, **{**kwargs, "device": torch.device("cpu")})
             return func(_without_values(args[0]), **kwargs)
-        if len(tensors) > 1 and _broadcast_size(tensors) > LARGEST_KNOWN:
+        if _result_size(name, tensors, args) > LARGEST_KNOWN:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -114,11 +114,15 @@ def _writes_first(func: Any) -> bool:
     return first.alias_info is not None and first.alias_info.is_write
 
 
-def _broadcast_size(tensors: list[torch.Tensor]) -> int:
+def _result_size(name: str, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> int:
+    """Elements of what an operator reads or returns, as far as its inputs tell."""
+    largest = max((t.numel() for t in tensors), default=0)
+    if name == "aten::repeat":
+        return largest * math.prod(args[1])
     try:
-        return math.prod(torch.broadcast_shapes(*(t.shape for t in tensors)))
+        return max(largest, math.prod(torch.broadcast_shapes(*(t.shape for t in tensors))))
     except RuntimeError:
-        return 0
+        return largest
 
 
 def _resize(image: torch.Tensor, size: list[int], interpolation: Any = None, **_: Any) -> torch.Tensor:

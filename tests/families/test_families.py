@@ -242,6 +242,12 @@ def test_a_shape_that_a_family_cannot_take_is_refused_with_the_nearest_one(
     assert words in str(refusal.value)
 
 
+def test_names_that_differ_only_in_punctuation_stay_apart() -> None:
+    assert from_request({"model": "qwen_image", "variant": "edit-v2+"}).variant == "edit-v2+"
+    assert from_request({"model": "qwen_image", "variant": "edit-v2"}).variant == "edit-v2"
+    assert from_request({"model": "qwen_image", "variant": "Edit V2"}).variant == "edit-v2"
+
+
 def test_reference_images_lengthen_the_sequence() -> None:
     lengths = []
     for count in (0, 1, 3):
