@@ -24,7 +24,7 @@ from advisor.runtime import apply
 from advisor.verification import Verifiable
 from probes import store
 from probes.build import Job, device_job, real_job
-from probes.step import make_optimizer
+from probes.step import make_optimizer, predict
 from probes.workload import Workload, WorkloadError, reduced_copy
 
 DDPM_STEPS = 1000
@@ -203,15 +203,8 @@ def _loss(job: Job, workload: Workload, clean: dict[str, Any]) -> torch.Tensor:
         scale = DDPM_STEPS if spec.fill == "timestep" else 1
         inputs[time_name] = (moment * scale).to(clean[time_name].dtype)
     trial = dataclasses.replace(job, inputs=inputs)
-    prediction = _forward(trial)
+    prediction = predict(trial)
     return F.mse_loss(prediction.float(), wanted.reshape(prediction.shape).float())
-
-
-def _forward(job: Job) -> torch.Tensor:
-    device = job.target.device.type
-    with torch.autocast(device, job.autocast or torch.bfloat16, enabled=job.autocast is not None):
-        output = job.model(**job.inputs, return_dict=False)[0]
-        return torch.stack(list(output)) if job.output_stack else output
 
 
 def _save(job: Job, workload: Workload, folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,16 +12,20 @@ import torch.nn.functional as F
 from probes.build import Job
 
 
-def forward_loss(job: Job) -> torch.Tensor:
-    """Forward pass and loss, float32 scalar: mean squared error, or cross entropy where the target holds token ids."""
+def predict(job: Job) -> Any:
+    """The model's prediction under the job's autocast: a tensor, or one tensor a head where token ids are predicted."""
     device = job.target.device.type
     context = torch.autocast(device, job.autocast) if job.autocast is not None else contextlib.nullcontext()
     with context:
         output = job.model(**job.inputs, return_dict=False)
         if not isinstance(output, torch.Tensor):
             output = output[0]
-        if job.output_stack:
-            output = torch.stack(list(output))
+        return torch.stack(list(output)) if job.output_stack else output
+
+
+def forward_loss(job: Job) -> torch.Tensor:
+    """Forward pass and loss, float32 scalar: mean squared error, or cross entropy where the target holds token ids."""
+    output = predict(job)
     if not job.target.is_floating_point():
         return _cross_entropy(output, job.target)
     return F.mse_loss(output.float(), job.target.float())
