@@ -47,8 +47,15 @@ class QuantizedLinear:
     """Activations (and their gradients) are quantised row by row in eager operators."""
     hadamard: bool
     """They are rotated first."""
+    scales_input: bool
+    """The input is scaled to float8 as a whole, by operators that autograd records; the result has the input's dtype."""
     requantises_weight: str
     """The weight is quantised anew for the product: ``backward``, ``both`` or ``no``."""
+    forward_launches: int
+    """Host time of the package's Python (tensor subclasses, compiled regions) in operators, beyond those written out here:
+    measured on the CPU by `benchmarks/host_cost.py`; for sdnq, whose compiled kernels cost more to launch on a GPU, from
+    the published step times of Z-Image Turbo."""
+    backward_launches: int
     note: str
     source: str
 
@@ -67,7 +74,10 @@ def table() -> dict[str, QuantizedLinear]:
             backward_transient_bytes=float(r["backward_transient_bytes"]),
             quantises_rows=r["quantises_rows"] == "1",
             hadamard=r["hadamard"] == "1",
+            scales_input=r["scales_input"] == "1",
             requantises_weight=r["requantises_weight"],
+            forward_launches=int(r["forward_launches"]),
+            backward_launches=int(r["backward_launches"]),
             note=r["note"],
             source=r["source"],
         )
@@ -118,10 +128,54 @@ class StandIn(nn.Linear):
         self.facts = facts
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.facts.scales_input:
+            # The weight is a tensor subclass that takes the call before autocast would cast the input.
+            _launch(self.facts.forward_launches, input)
+            scaled: torch.Tensor = _ScaledProduct.apply(_to_float8(input), self.weight, input.dtype, self.facts)
+            return scaled if self.bias is None else scaled + self.bias.to(scaled.dtype)
         if torch.is_autocast_enabled("cpu"):
             input = input.to(torch.get_autocast_dtype("cpu"))
         out: torch.Tensor = _Product.apply(input, self.weight, self.facts)
         return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+def _to_float8(input: torch.Tensor) -> torch.Tensor:
+    """One scale for the whole tensor, as torchao's ``_choose_scale_float8`` and ``_quantize_affine_float8`` compute it."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    scale = (input.abs().amax(tuple(range(input.dim())), keepdim=True) / limit).to(torch.float32)
+    clamped = (input.to(torch.float32) / scale).clamp(min=-limit, max=limit)
+    rounded: torch.Tensor = _Round.apply(clamped)
+    return rounded
+
+
+class _Round(torch.autograd.Function):
+    """To float8; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:
+        return input.to(torch.float8_e4m3fn)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0]
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """The product of float8 rows with the float8 weight: keeps the weight alone. Backward dequantises it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, facts: QuantizedLinear
+    ) -> torch.Tensor:
+        ctx.facts, ctx.weight = facts, weight
+        return torch.empty((*rows.shape[:-1], weight.shape[0]), dtype=dtype, device=rows.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        _launch(ctx.facts.backward_launches, gradient)
+        _transient(gradient, ctx.weight, ctx.facts.backward_transient_bytes)
+        return torch.matmul(gradient.to(torch.bfloat16), ctx.weight.to(torch.bfloat16)), None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -130,6 +184,7 @@ class _Product(torch.autograd.Function):
         ctx.facts = facts
         ctx.weight = weight
         saved = []
+        _launch(facts.forward_launches, input)
         _transient(input, weight, max(0.0, facts.forward_transient_bytes - facts.copy_bytes))
         if facts.requantises_weight == "both":
             _requantise(weight)
@@ -146,6 +201,7 @@ class _Product(torch.autograd.Function):
         (gradient,) = gradients
         _ = ctx.saved_tensors
         facts: QuantizedLinear = ctx.facts
+        _launch(facts.backward_launches, gradient)
         _transient(gradient, ctx.weight, facts.backward_transient_bytes)
         if facts.requantises_weight != "no":
             _requantise(ctx.weight)
@@ -183,6 +239,14 @@ def _requantise(weight: torch.Tensor) -> None:
     del copy
 
 
+def _launch(count: int, like: torch.Tensor) -> None:
+    """Operators that move nothing: they stand for the host's time."""
+    if count:
+        nothing = torch.empty(1, device=like.device)
+        for _ in range(count):
+            nothing.mul_(1)
+
+
 def _bytes(like: torch.Tensor, count: float) -> torch.Tensor:
     return torch.empty(max(1, round(count)), dtype=torch.uint8, device=like.device)
 
@@ -193,7 +257,7 @@ def _transient(like: torch.Tensor, weight: torch.Tensor, per_weight: float) -> N
         _bytes(like, per_weight * weight.numel()).zero_()
 
 
-_PLAIN = QuantizedLinear("bf16", "", 2.0, 0.0, False, 0.0, 0.0, False, False, "no", "", "an ordinary linear")
+_PLAIN = QuantizedLinear("bf16", "", 2.0, 0.0, False, 0.0, 0.0, False, False, False, "no", 0, 0, "", "an ordinary linear")
 
 
 def _streamed(facts: QuantizedLinear) -> QuantizedLinear:
@@ -208,11 +272,19 @@ def _streamed(facts: QuantizedLinear) -> QuantizedLinear:
     )
 
 
+def _skips_streamed(precision: str) -> bool:
+    """Whether the trainer leaves linears that RamTorch manages unquantised (torchao's presets do; read from its source)."""
+    facts = table().get(precision)
+    return facts is not None and facts.package.startswith("torchao")
+
+
 def described_linears(model: nn.Module, workload: Workload) -> dict[str, QuantizedLinear]:
     """Qualified names of the linears (before adapters) that a trace replaces by stand-ins, with what they cost."""
     quantised = quantized_names(model, workload.precision)
     found = {name: table()[workload.precision] for name in quantised}
     if workload.weights_offload == "ramtorch":
+        if _skips_streamed(workload.precision):
+            found = {}
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         found = {name: _streamed(found.get(name, _PLAIN)) for name in linears}
     return found
@@ -222,7 +294,7 @@ def host_weight_bytes(model: nn.Module, workload: Workload) -> int:
     """Weights that wait in host memory."""
     if workload.weights_offload != "ramtorch":
         return 0
-    quantised = quantized_names(model, workload.precision)
+    quantised = set() if _skips_streamed(workload.precision) else quantized_names(model, workload.precision)
     total = 0.0
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

@@ -48,6 +48,7 @@ ESTIMATED_PRECISIONS = (
     "int8-quanto",
     "int4-quanto",
     "int8-torchao",
+    "fp8-torchao",
     "fp8wo-torchao",
     "fp8-native",
     "nf4",
