@@ -23,6 +23,7 @@ from probes.catalogue import families
 
 ROOT = Path(__file__).parents[1]
 CPU_MODELS = ("flux", "sd3", "wan", "sdxl", "z_image")
+CPU_START, CPU_END = "<!-- CPU runs -->", "<!-- end of CPU runs -->"
 UNSEEN = 1.25
 """The bands are this many times the error that 95 % of the rows of a kind stay within: other families may differ by more."""
 
@@ -163,9 +164,8 @@ def main() -> None:
     page = (ROOT / "docs" / "accuracy.in.md").read_text()
     cpu: list[str] = []
     if args.skip_cpu:
-        before, _, after = page.partition("{{cpu}}")
         old = (ROOT / "docs" / "accuracy.md").read_text()
-        cpu = [old.partition(before)[2].partition(after.partition("{{published}}")[0])[0] or "Not run."]
+        cpu = [old.partition(CPU_START)[2].partition(CPU_END)[0].strip() or "Not run."]
     else:
         results = {}
         for model in CPU_MODELS if len(families()) > len(CPU_MODELS) else families():

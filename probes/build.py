@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from probes import lokr, stand_ins
+from probes import fused, lokr, stand_ins
 from probes.catalogue import InputSpec
 from probes.expressions import evaluate, evaluate_all
 from probes.workload import Workload, WorkloadError
@@ -84,10 +84,20 @@ def config_of(workload: Workload) -> dict[str, Any]:
     return config
 
 
-def build_base(workload: Workload) -> nn.Module:
-    """The model without adapter, float32, on the current default device (use ``torch.device("meta")`` for no memory)."""
+def build_base(workload: Workload, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
+    """The model without adapter, float32, on the current default device (use ``torch.device("meta")`` for no memory); its
+    projections fused if the workload says so.
+
+    Args:
+        state: weights to load.
+    """
     with quiet():
-        return model_class(workload.family.model_class)(**config_of(workload))
+        model = model_class(workload.family.model_class)(**config_of(workload))
+    if state is not None:
+        model.load_state_dict(state)
+    if workload.fuse_qkv:
+        fused.fuse(model)
+    return model
 
 
 def symbols(workload: Workload, model: nn.Module) -> dict[str, int]:
@@ -262,10 +272,8 @@ def real_job(
         state: weights to load into the base before the adapter is added (else random).
     """
     torch.manual_seed(seed)
-    model = build_base(workload)
-    if state is not None:
-        model.load_state_dict(state)
-    else:
+    model = build_base(workload, state)
+    if state is None:
         _randomise_zeros(model)
     inject_adapter(model, workload, random_b=True)
     if workload.precision != "fp32":
@@ -304,7 +312,7 @@ def device_job(
                     name = f"{prefix}.{key}" if prefix else key
                     dtype = parameter_dtype(model, name, t, workload, torch.float32)
                     data = torch.empty(t.shape, dtype=dtype, device=device)
-                    given = state.get(name.replace(".base_layer", "")) if state is not None else None
+                    given = _given(name.replace(".base_layer", ""), state) if state is not None else None
                     if given is not None:
                         data.copy_(given)
                     elif data.is_floating_point() and isinstance(t, nn.Parameter):
@@ -319,6 +327,11 @@ def device_job(
     autocast = None if workload.precision == "fp32" else torch.bfloat16
     moved = {k: _move(v, device) for k, v in inputs.items()}
     return Job(model, moved, target.to(device), workload.family.output_stack, autocast)
+
+
+def _given(name: str, state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    found = state.get(name)
+    return fused.given_weight(name, state) if found is None else found
 
 
 def _move(value: Any, device: str) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from probes import resources
+from probes import fused, resources
 from probes.workload import Workload
 
 SMALLEST_SDNQ_WEIGHT = 16384
@@ -257,7 +257,9 @@ def _transient(like: torch.Tensor, weight: torch.Tensor, per_weight: float) -> N
         _bytes(like, per_weight * weight.numel()).zero_()
 
 
-_PLAIN = QuantizedLinear("bf16", "", 2.0, 0.0, False, 0.0, 0.0, False, False, False, "no", 0, 0, "", "an ordinary linear")
+_PLAIN = QuantizedLinear(
+    "bf16", "", 2.0, 0.0, False, 0.0, 0.0, False, False, False, "no", 0, 0, "", "an ordinary linear"
+)
 
 
 def _streamed(facts: QuantizedLinear) -> QuantizedLinear:
@@ -310,5 +312,7 @@ def replace(model: nn.Module, workload: Workload) -> int:
         owner = model.get_submodule(parent)
         linear = owner.get_submodule(key)
         assert isinstance(linear, nn.Linear)
+        if isinstance(linear, fused.Slice):
+            continue
         setattr(owner, key, StandIn(linear, facts))
     return len(found)

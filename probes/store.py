@@ -58,6 +58,17 @@ def _versions() -> dict[str, str]:
     return found
 
 
+@cache
+def _code() -> str:
+    """Digest of everything here that makes a profile: this package's modules and the facts about quantised linears."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    for name in ("quantized.csv", "quantized_skips.csv"):
+        digest.update(resources.text(name).encode())
+    return digest.hexdigest()
+
+
 def key(workload: Workload, target: str, source: str) -> str:
     """Name of the profile of a workload; options that do not change the tape (optimizer, alpha) do not enter."""
     plain = dataclasses.asdict(dataclasses.replace(workload, optimizer="", alpha=0.0, caption_tokens=0))
@@ -69,6 +80,7 @@ def key(workload: Workload, target: str, source: str) -> str:
         "source": source,
         "versions": versions(),
         "sheet": sheet,
+        "code": _code(),
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{workload.model}-{workload.variant}-{digest[:24]}"

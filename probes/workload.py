@@ -42,6 +42,7 @@ PRECISIONS = (
 )
 ESTIMATED_PRECISIONS = (
     "bf16",
+    "bf16-upcast",
     "fp32",
     "int8-sdnq",
     "int8-sdnq-hadamard",
@@ -71,6 +72,9 @@ OPTIMIZERS = (
 )
 LOKR_TARGETS = ("Attention", "FeedForward")
 """Module classes that a LoKr adapter goes into by default (the trainer's example presets)."""
+FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
+"""What --fuse-qkv makes of which projections of a self-attention."""
+REPLACED = {part: fused for fused, parts in FUSED.items() for part in parts}
 MAX_PIXELS = 16384
 MAX_FRAMES = 4096
 MAX_BATCH = 4096
@@ -317,6 +321,14 @@ def from_request(request: Mapping[str, Any]) -> Workload:
         or not targets
     ):
         raise WorkloadError(f"--lora-targets must be a list of module names, not {targets!r}")
+    fuse = _yes_no("fuse-qkv", get("fuse_qkv", False))
+    if fuse and adapter == "lora":
+        if get("lora_targets", None) is None:
+            targets = fused_targets(targets)
+        elif lost := [t for t in targets if t in REPLACED]:
+            raise WorkloadError(
+                f"--lora-targets {','.join(lost)}: does not run once --fuse-qkv is on; name {REPLACED[lost[0]]} instead"
+            )
     workload = Workload(
         model=family.name,
         variant=variant.name,
@@ -334,7 +346,7 @@ def from_request(request: Mapping[str, Any]) -> Workload:
         precision=_choice("precision", get("precision", "bf16"), PRECISIONS),
         optimizer=_choice("optimizer", get("optimizer", "adamw_bf16"), OPTIMIZERS),
         attention=_choice("attention", get("attention", "auto"), ATTENTION),
-        fuse_qkv=_yes_no("fuse-qkv", get("fuse_qkv", False)),
+        fuse_qkv=fuse,
         weights_offload=str(get("weights_offload", "none")),
         compile=_choice("compile", get("compile", "none"), COMPILE),
         seconds=_seconds(get("seconds"), family),
@@ -342,6 +354,11 @@ def from_request(request: Mapping[str, Any]) -> Workload:
     )
     _check_supported(workload)
     return workload
+
+
+def fused_targets(targets: Sequence[str]) -> tuple[str, ...]:
+    """LoRA target names once the projections are fused: a fused linear in place of the three that no longer run."""
+    return tuple(dict.fromkeys(REPLACED.get(t, t) for t in targets))
 
 
 def _check_supported(w: Workload) -> None:
@@ -362,8 +379,6 @@ def _check_supported(w: Workload) -> None:
             raise NotYetError("--weights-offload ramtorch with --adapter full cannot be estimated yet")
     if w.compile != "none":
         raise NotYetError(f"--compile {w.compile} cannot be estimated yet; none can")
-    if w.fuse_qkv:
-        raise NotYetError("--fuse-qkv cannot be estimated yet")
 
 
 def reduced_copy(workload: Workload) -> Workload:
