@@ -1,7 +1,7 @@
 """The `advise` command: options in, text or JSON out, an exit status.
 
 Exit status: 0 something fits (or the command did its work), 1 nothing fits (`batch`: some line failed, `verify`: outside the
-band), 2 bad usage or a question that cannot be answered, 130 interrupted, 141 the reader of the output went away.
+band), 2 bad usage or a question that cannot be answered, 130 interrupted, 143 terminated (`run`), 141 the reader of the output went away.
 Heavy imports are inside the commands: `advise --help` imports neither torch nor numpy.
 """
 
@@ -34,6 +34,8 @@ _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ 
 
 DONE, NOTHING_FITS, BAD_USAGE, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
 MAX_STEPS = 10_000_000
+MAX_ACCUMULATE = 100_000
+MAX_LR = 1000.0
 FULL_TIER_GB = 24
 """The memory tier whose whole table is shown when no device is known."""
 
@@ -110,9 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _silence_stdout()
         return READER_GONE
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        return INTERRUPTED
+    except KeyboardInterrupt as stop:
+        _complain(str(stop) or "interrupted")
+        return getattr(stop, "status", INTERRUPTED)
     except _ClickException as error:
         text = " ".join(error.format_message().split())
         _complain(text[:1].lower() + text[1:])
@@ -611,40 +613,115 @@ def verify(
 @app.command(cls=_Command)
 def run(
     plan: _PlanArgument,
-    steps: Annotated[str, typer.Option("--steps", metavar="N", help="Training steps. Default: 10.")] = "10",
+    steps: Annotated[
+        str, typer.Option("--steps", metavar="N", help="Training steps, those before --resume included. Default: 10.")
+    ] = "10",
     latents: Annotated[
         str | None,
         typer.Option(
             "--latents", metavar="FOLDER", help="Cached latents. Default: synthetic ones.", show_default=False
         ),
     ] = None,
+    pretrained: Annotated[
+        str | None,
+        typer.Option(
+            "--pretrained",
+            metavar="PATH_OR_ID",
+            help="Base weights: a folder or a Hugging Face id. Default: random.",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         str | None,
         typer.Option(
-            "--output", metavar="FOLDER", help="Where to save what was trained. Default: nowhere.", show_default=False
+            "--output",
+            metavar="FOLDER",
+            help="Where to save what was trained, and checkpoints. Default: nowhere.",
+            show_default=False,
         ),
     ] = None,
-    seed: Annotated[str, typer.Option("--seed", metavar="N", help="Of weights, data and noise. Default: 0.")] = "0",
+    lr: Annotated[
+        str | None, typer.Option("--lr", metavar="RATE", help="Learning rate. Default: 1e-4.", show_default=False)
+    ] = None,
+    accumulate: Annotated[
+        str | None,
+        typer.Option("--accumulate", metavar="N", help="Batches a step. Default: 1.", show_default=False),
+    ] = None,
+    seed: Annotated[
+        str | None,
+        typer.Option("--seed", metavar="N", help="Of weights, data and noise. Default: 0.", show_default=False),
+    ] = None,
+    checkpoint_every: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint-every",
+            metavar="N",
+            help="Save a checkpoint every N steps. Default: only when stopped.",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the newest checkpoint in --output. Default: off.", show_default=False
+        ),
+    ] = False,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics", metavar="FILE", help="Write a JSON line a step. Default: not kept.", show_default=False
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", metavar="KIND", help="Where to run: auto (the GPU if there is one), cpu, cuda. Default: auto."
+        ),
+    ] = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Trains with the bundled runtime, as the plan says."""
+    """Trains with the bundled runtime, as the plan says.
+
+    Ctrl-C and SIGTERM stop it after the step, with a checkpoint in --output. Exit status: 0 done, 1 out of memory with no smaller
+    schedule left, 2 could not run, 130 or 143 stopped.
+    """
     from advisor import plan_files
+    from advisor.present import detect_gpu
 
-    count = options.whole("steps", steps, 1, MAX_STEPS)
-    number = options.whole("seed", seed, 0, 2**63 - 1)
-    latents_folder = None if latents is None else Path(latents)
-    if latents_folder is not None and not latents_folder.is_dir():
+    asked: dict[str, Any] = {
+        "steps": options.whole("steps", steps, 1, MAX_STEPS),
+        "seed": None if seed is None else options.whole("seed", seed, 0, 2**63 - 1),
+        "accumulate": None if accumulate is None else options.whole("accumulate", accumulate, 1, MAX_ACCUMULATE),
+        "checkpoint_every": None
+        if checkpoint_every is None
+        else options.whole("checkpoint-every", checkpoint_every, 1, MAX_STEPS),
+        "lr": None if lr is None else options.positive("lr", lr, MAX_LR),
+        "device": options.choice("device", device, ("auto", "cpu", "cuda")),
+        "pretrained": pretrained,
+        "resume": resume,
+    }
+    asked["latents"] = None if latents is None else Path(latents)
+    if latents is not None and not asked["latents"].is_dir():
         raise WorkloadError(
-            f"--latents {latents}: {'is not a folder' if latents_folder.exists() else 'does not exist'}"
+            f"--latents {latents}: {'is not a folder' if asked['latents'].exists() else 'does not exist'}"
         )
-    output_folder = None if output is None else options.output_folder("output", output)
+    asked["output"] = None if output is None else options.output_folder("output", output)
+    asked["metrics"] = None if metrics is None else options.output_file("metrics", metrics)
     loaded = plan_files.load(plan)
-    from advisor import training
+    if asked["metrics"] == loaded.path.resolve():
+        raise WorkloadError(f"--metrics {metrics} is the plan itself; give another file")
+    if device == "cuda" and detect_gpu() is None:
+        raise WorkloadError("--device cuda: this machine has no CUDA GPU; auto and cpu run on the CPU")
+    from advisor.interruption import Interruption
 
-    with _steps_bar(count) as on_step:
-        result = training.run(
-            loaded, steps=count, latents=latents_folder, output=output_folder, seed=number, on_step=on_step
-        )
+    with _steps_bar(asked["steps"]) as (on_step, say), Interruption(say) as interruption:
+        from advisor import training
+
+        try:
+            result = training.run(loaded, **asked, on_step=on_step, say=say, interruption=interruption)
+        except training.OutOfMemory as error:
+            _complain(str(error))
+            raise typer.Exit(NOTHING_FITS) from None
     content = result.to_json()
     if as_json:
         _print_json(content)
@@ -652,11 +729,14 @@ def run(
         from advisor import reports
 
         sys.stdout.write(reports.render(lambda console: reports.draw_run(content, console)))
+    if interruption.asked is not None:
+        raise typer.Exit(128 + interruption.asked)
 
 
 @contextlib.contextmanager
-def _steps_bar(steps: int) -> Iterator[Callable[[int, float, float], None]]:
-    """A function to call after each step (number from 1, loss, seconds): a bar on a terminal, about ten lines elsewhere."""
+def _steps_bar(steps: int) -> Iterator[tuple[Callable[[int, float, float], None], Callable[[str], None]]]:
+    """What to call after each step (number from 1, loss, seconds), and for a line about what goes on: a bar on a terminal, about
+    ten lines elsewhere."""
     if not sys.stderr.isatty():
         every = max(1, steps // 10)
 
@@ -664,7 +744,7 @@ def _steps_bar(steps: int) -> Iterator[Callable[[int, float, float], None]]:
             if step % every == 0 or step == steps:
                 _say(f"step {step} of {steps}: loss {loss:.4g}, {seconds:.3g} s")
 
-        yield line
+        yield line, _say
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -682,7 +762,10 @@ def _steps_bar(steps: int) -> Iterator[Callable[[int, float, float], None]]:
         def advance(step: int, loss: float, seconds: float) -> None:
             bar.update(task, completed=step, last=f"loss {loss:.4g}, {seconds:.3g} s/step")
 
-        yield advance
+        def say(text: str) -> None:
+            bar.console.print(text, highlight=False, markup=False)
+
+        yield advance, say
 
 
 if __name__ == "__main__":

@@ -272,6 +272,18 @@ def whole(option: str, text: str, least: int, most: int) -> int:
     return value
 
 
+def positive(option: str, text: str, most: float) -> float:
+    """A number above 0.
+
+    Raises:
+        WorkloadError: not one, or out of range.
+    """
+    value = number(text)
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= most:
+        raise WorkloadError(f"--{option} must be a number above 0 and at most {most:g}, not {value!r}")
+    return float(value)
+
+
 def workload(request: Mapping[str, Any]) -> Workload:
     """`from_request`, with the option named where a model or variant is unknown.
 

@@ -42,6 +42,8 @@ class LoadedPlan:
     """``traced`` or ``measured``."""
     recommended: Estimate
     """The chosen schedule and its predicted figures (rounded as the file is)."""
+    schedules: tuple[Estimate, ...]
+    """The supported schedules of the plan's table, in its order."""
     reasons: tuple[str, ...]
     versions: Mapping[str, str]
     """Of the packages that the plan was made with."""
@@ -145,9 +147,18 @@ def load(path: str | Path) -> LoadedPlan:
         objective=Objective(top.one_of("objective", [o.value for o in Objective])),
         profile_source=top.one_of("profile", ["traced", "measured"]),
         recommended=_estimate(recommended),
+        schedules=_table(top),
         reasons=recommended.texts("reasons"),
         versions={key: versions_found.text(key) for key in versions_found.content},
     )
+
+
+def _table(top: _Reader) -> tuple[Estimate, ...]:
+    entries = top.value("schedules")
+    if not isinstance(entries, list):
+        raise PlanError(f"{top.name}: 'schedules' must be a list, not {_kind(entries)}; {_AGAIN}")
+    readers = [_Reader(top.name, entry, f"schedules[{i}]") for i, entry in enumerate(entries)]
+    return tuple(_estimate(reader) for reader in readers if reader.flag("supported"))
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -213,7 +224,7 @@ def _estimate(entry: _Reader) -> Estimate:
         if "actions" in controls:
             actions = controls["actions"]
             if not isinstance(actions, list):
-                raise PlanError(f"{entry.name}: 'recommended.controls.actions' must be a list, not {_kind(actions)}")
+                raise PlanError(f"{entry.name}: '{entry.where}.controls.actions' must be a list, not {_kind(actions)}")
             schedule = Schedule.per_block(actions)
         else:
             schedule = Schedule.from_controls(controls)

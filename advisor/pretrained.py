@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from probes.build import model_class
+from probes.build import model_class, quiet
 from probes.workload import Workload, WorkloadError
 
 SUBFOLDERS = ("transformer", "unet")
@@ -73,15 +74,38 @@ def load_state(source: str, workload: Workload) -> dict[str, torch.Tensor]:
     Raises:
         WorkloadError: they cannot be loaded.
     """
+    state: dict[str, torch.Tensor] = load_model(source, workload, torch.float32)[0].state_dict()
+    return state
+
+
+def load_model(source: str, workload: Workload, dtype: torch.dtype) -> tuple[Any, tuple[str, ...]]:
+    """The given model with its weights, on the CPU, and what is to be said about them. safetensors only.
+
+    Args:
+        dtype: of the weights; what the model library keeps in float32 stays so.
+
+    Raises:
+        WorkloadError: they cannot be loaded, or do not fill the model.
+    """
     folder = _config_file(source).parent
     cls: Any = model_class(workload.family.model_class)
+    options = {"use_safetensors": True, "torch_dtype": dtype, "output_loading_info": True}
     try:
-        if Path(source).expanduser().exists():
-            model = cls.from_pretrained(str(folder), use_safetensors=True, local_files_only=True)
-        else:
-            subfolder = folder.name if folder.name in SUBFOLDERS else None
-            model = cls.from_pretrained(source, subfolder=subfolder, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise WorkloadError(f"--pretrained {source}: {str(error).splitlines()[0]}") from None
-    state: dict[str, torch.Tensor] = model.state_dict()
-    return state
+        with quiet():
+            if Path(source).expanduser().exists():
+                model, info = cls.from_pretrained(str(folder), local_files_only=True, **options)
+            else:
+                subfolder = folder.name if folder.name in SUBFOLDERS else None
+                model, info = cls.from_pretrained(source, subfolder=subfolder, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise WorkloadError(
+            f"--pretrained {source}: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        ) from None
+    if missing := sorted(info["missing_keys"]):
+        raise WorkloadError(
+            f"--pretrained {source}: {len(missing)} tensors of the model are missing, first {missing[0]}"
+        )
+    notes = []
+    if unexpected := sorted(info["unexpected_keys"]):
+        notes.append(f"{source} has {len(unexpected)} tensors that the model does not use, first {unexpected[0]}")
+    return model, tuple(notes)

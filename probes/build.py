@@ -334,6 +334,25 @@ def _given(name: str, state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return fused.given_weight(name, state) if found is None else found
 
 
+def given_job(workload: Workload, model: nn.Module, device: str, *, seed: int = 0) -> Job:
+    """A job on a model that is there already, with its weights: adapter added, in its training dtypes, on the device.
+
+    Raises:
+        WorkloadError: the adapter's targets are not in the model.
+    """
+    torch.manual_seed(seed)
+    if workload.fuse_qkv:
+        fused.fuse(model)
+    inject_adapter(model, workload)
+    for name, p in list(model.named_parameters()) + list(model.named_buffers()):
+        p.data = p.data.to(parameter_dtype(model, name, p, workload, torch.float32))
+    model.train().to(device)
+    inputs, target = make_inputs(workload, model, seed=seed)
+    autocast = None if workload.precision == "fp32" else torch.bfloat16
+    moved = {k: _move(v, device) for k, v in inputs.items()}
+    return Job(model, moved, target.to(device), workload.family.output_stack, autocast)
+
+
 def _move(value: Any, device: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)

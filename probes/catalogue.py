@@ -77,6 +77,19 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class NoiseSchedule:
+    """How a DDPM model's noise grows. Defaults: Stable Diffusion's."""
+
+    kind: str = "scaled_linear"
+    """``linear`` betas, ``scaled_linear`` (linear in their square root), or ``cosine`` (of time, without betas)."""
+    start: float = 0.00085
+    """First beta."""
+    end: float = 0.012
+    """Last beta."""
+    steps: int = 1000
+
+
+@dataclass(frozen=True)
 class Reduced:
     """A small copy of the model, for runs on a CPU: same class, fewer and narrower blocks, smaller shape."""
 
@@ -132,11 +145,20 @@ class Family:
     output_shape: tuple[str, ...]
     output_stack: bool
     """The model returns a list of per-sample tensors."""
+    output_order: str
+    """How the axes of the first input (stacked, where it is a list) become the output's: ``b c h w -> 1 (b h w) c``. Empty: they
+    are the same."""
+    output_sizes: Mapping[str, int]
+    """Of the axes that `output_order` splits off."""
     objective: str
-    """What it is trained on: ``flow`` (rectified flow), ``epsilon`` (DDPM noise prediction) or ``tokens`` (cross entropy
+    """What it is trained on: ``flow`` (rectified flow), ``epsilon`` (DDPM noise prediction), ``velocity`` (DDPM v-prediction) or ``tokens`` (cross entropy
     against token ids; the model returns logits [..., n, V] of one or several heads, the output's shape is that of the ids)."""
     reversed_flow: bool
     """The model gets 1 - sigma and predicts data minus noise, the negative of the others."""
+    negated_flow: bool
+    """The model gets sigma as the others do, but predicts data minus noise."""
+    noise: NoiseSchedule
+    """For ``epsilon`` and ``velocity``."""
     lora_targets: tuple[str, ...]
     regions: Mapping[str, Regions]
     """By list path; ``*`` stands for any text."""
@@ -243,8 +265,12 @@ def _family(sheet: Mapping[str, Any]) -> Family:
         inputs=inputs,
         output_shape=tuple(sheet["output"]["shape"]),
         output_stack=sheet["output"].get("stack", False),
+        output_order=sheet["output"].get("order", ""),
+        output_sizes=sheet["output"].get("sizes", {}),
         objective=sheet["training"]["objective"],
         reversed_flow=sheet["training"].get("reversed", False),
+        negated_flow=sheet["training"].get("negated", False),
+        noise=NoiseSchedule(**sheet["training"].get("noise", {})),
         lora_targets=tuple(sheet["lora"]["targets"]),
         regions=regions,
         reads_values=tracing.get("reads_values", False),

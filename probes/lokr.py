@@ -41,14 +41,22 @@ class LokrLinear(nn.Module):
         in_small, in_large = factors(base.in_features, factor)
         device = base.weight.device
         self.lokr_w1 = nn.Parameter(torch.empty(out_small, in_small, device=device))
-        nn.init.kaiming_uniform_(self.lokr_w1, a=5**0.5)
         self.low_rank = not full_matrix and rank < max(out_large, in_large) / 2
         if self.low_rank:
             self.lokr_w2_a = nn.Parameter(torch.empty(out_large, rank, device=device))
-            self.lokr_w2_b = nn.Parameter(torch.zeros(rank, in_large, device=device))
-            nn.init.kaiming_uniform_(self.lokr_w2_a, a=5**0.5)
+            self.lokr_w2_b = nn.Parameter(torch.empty(rank, in_large, device=device))
         else:
-            self.lokr_w2 = nn.Parameter(torch.zeros(out_large, in_large, device=device))
+            self.lokr_w2 = nn.Parameter(torch.empty(out_large, in_large, device=device))
+        self.reset()
+
+    def reset(self) -> None:
+        """Random first factor, second factor zero: an update of nothing."""
+        nn.init.kaiming_uniform_(self.lokr_w1, a=5**0.5)
+        if self.low_rank:
+            nn.init.kaiming_uniform_(self.lokr_w2_a, a=5**0.5)
+            nn.init.zeros_(self.lokr_w2_b)
+        else:
+            nn.init.zeros_(self.lokr_w2)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         base = self.base_layer(input)

@@ -27,18 +27,28 @@ def forward_loss(job: Job) -> torch.Tensor:
     """Forward pass and loss, float32 scalar: mean squared error, or cross entropy where the target holds token ids."""
     output = predict(job)
     if not job.target.is_floating_point():
-        return _cross_entropy(output, job.target)
+        return cross_entropy(output, job.target)
     return F.mse_loss(output.float(), job.target.float())
 
 
-def _cross_entropy(logits: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Mean over all positions. `logits` [..., n, V] of several heads, whose n add up to the last axis of `ids`."""
-    parts = ids.split([part.shape[-2] for part in logits], dim=-1)
+def cross_entropy(
+    logits: Sequence[torch.Tensor], ids: torch.Tensor, counted: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mean over all positions, or over the `counted` ones (bool, shaped as `ids`; none of them: 0).
+
+    Args:
+        logits: [..., n, V] of several heads, whose n add up to the last axis of `ids`.
+    """
+    sizes = [part.shape[-2] for part in logits]
     losses = [
         F.cross_entropy(part.float().flatten(0, -2), wanted.flatten(), reduction="none")
-        for part, wanted in zip(logits, parts, strict=True)
+        for part, wanted in zip(logits, ids.split(sizes, dim=-1), strict=True)
     ]
-    return torch.cat(losses).mean()
+    every = torch.cat(losses)
+    if counted is None:
+        return every.mean()
+    weights = torch.cat([part.flatten() for part in counted.split(sizes, dim=-1)]).to(every.dtype)
+    return (every * weights).sum() / weights.sum().clamp(min=1)
 
 
 def train_step(job: Job, optimizer: torch.optim.Optimizer) -> torch.Tensor:

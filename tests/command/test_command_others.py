@@ -172,14 +172,22 @@ def test_run_hands_over_what_was_asked_and_reports(
         "workload": {"model": "z_image", "variant": "turbo", "resolution": "256x256", "batch": 1},
         "reduced_copy": True,
         "schedule": "torch",
+        "first_step": 11,
         "steps": 20,
         "losses": [2.0, 1.0],
+        "lr": 0.001,
+        "seed": 7,
+        "accumulate": 4,
         "seconds_per_step": 0.5,
         "saved": None,
+        "checkpoint": "/some/checkpoint",
+        "metrics": None,
         "notes": ["synthetic data"],
     }
 
-    def run(loaded: Any, *, on_step: Callable[[int, float, float], None], **more: Any) -> Any:
+    def run(
+        loaded: Any, *, on_step: Callable[[int, float, float], None], say: Any, interruption: Any, **more: Any
+    ) -> Any:
         asked.update(more)
         for step in range(1, 21):
             on_step(step, 2.0 / step, 0.5)
@@ -187,13 +195,30 @@ def test_run_hands_over_what_was_asked_and_reports(
 
     monkeypatch.setattr(advisor, "training", types.SimpleNamespace(run=run), raising=False)
     done = advise(
-        "run", plan, "--steps", "20", "--seed", "7", "--latents", str(tmp_path), "--output", str(tmp_path / "out")
+        *("run", plan, "--steps", "20", "--seed", "7", "--latents", str(tmp_path), "--output", str(tmp_path / "out")),
+        *("--lr", "1e-3", "--accumulate", "4", "--checkpoint-every", "5", "--resume", "--pretrained", "some/model"),
+        *("--metrics", str(tmp_path / "metrics.jsonl")),
     )
     assert done.status == 0
-    assert asked == {"steps": 20, "seed": 7, "latents": tmp_path, "output": tmp_path / "out"}
+    assert asked == {
+        "steps": 20,
+        "seed": 7,
+        "latents": tmp_path,
+        "output": tmp_path / "out",
+        "lr": 0.001,
+        "accumulate": 4,
+        "checkpoint_every": 5,
+        "resume": True,
+        "pretrained": "some/model",
+        "metrics": tmp_path / "metrics.jsonl",
+        "device": "auto",
+    }
     assert len(done.err.splitlines()) == 10
     assert "step 20 of 20: loss 0.1, 0.5 s" in done.err
     assert "2 at first, 1 at last" in done.out
+    assert "11 to 20" in done.out
+    assert "learning rate 0.001, 4 batches a step, seed 7" in done.out
+    assert "/some/checkpoint" in done.out
     assert "note: synthetic data" in done.out
     assert json.loads(advise("run", plan, "--json").out) == result
 
@@ -202,7 +227,7 @@ def test_ctrl_c_in_a_run_is_one_line(advise: Advise, plan: str, monkeypatch: pyt
     def run(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(advisor, "training", types.SimpleNamespace(run=run), raising=False)
+    monkeypatch.setattr(advisor, "training", types.SimpleNamespace(run=run, OutOfMemory=ValueError), raising=False)
     done = advise("run", plan)
     assert done.status == 130
     assert done.error == "interrupted"

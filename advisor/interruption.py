@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM in a run: the step, or the file being written, is finished first."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(KeyboardInterrupt):
+    """A run was asked to stop, and has. The message says what is left.
+
+    Args:
+        number: the signal.
+        left: what is there now, for the message.
+    """
+
+    def __init__(self, number: int, left: str = "") -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}" + (f" {left}" if left else ""))
+        self.number = number
+        self.left = left
+
+    @property
+    def status(self) -> int:
+        """The exit status that shells expect: 130 after Ctrl-C, 143 after SIGTERM."""
+        return 128 + self.number
+
+
+class Interruption:
+    """Notes a signal instead of dying from it, while `deferred`; elsewhere, and for a second signal, `Stopped` is raised at once.
+
+    A context manager; outside the main thread, where Python allows no handlers, it does nothing.
+
+    Args:
+        say: told that the run is stopping.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._before: dict[int, Any] = {}
+        self._deferred = False
+        self.asked: int | None = None
+        """The signal that asked the run to stop."""
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """In here, the first signal waits until somebody looks at `asked`."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._deferred and self.asked is None:
+            self.asked = number
+            with contextlib.suppress(RuntimeError):  # the stream may be in use where the signal came
+                self._say("stopping after this step; once more to stop at once")
+            return
+        raise Stopped(number)

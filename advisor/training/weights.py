@@ -1,0 +1,88 @@
+"""What a run leaves: the adapter or the model, as diffusers loads it. And how an adapter starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from advisor.training.checkpoints import write_safetensors
+from probes import store
+from probes.build import Job
+from probes.lokr import LokrLinear
+from probes.workload import Workload
+
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+MODEL_FILE = "diffusion_pytorch_model.safetensors"
+METADATA_KEY = "lora_adapter_metadata"
+"""Where diffusers looks for the adapter's configuration."""
+
+
+def start_adapter(model: nn.Module) -> None:
+    """Gives every adapter its usual start, at which it changes nothing: LoRA's A random and B zero, LoKr's second factor zero."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LokrLinear):
+            module.reset()
+        elif isinstance(module, LoraLayer):
+            for name in module.lora_A:
+                module.reset_lora_parameters(name, True)
+
+
+def prefix_of(model: nn.Module) -> str:
+    """What diffusers' pipelines call the model: ``unet`` or ``transformer``."""
+    return "unet" if "UNet" in type(model).__name__ else "transformer"
+
+
+def save(job: Job, workload: Workload, folder: Path) -> Path:
+    """Writes what was trained into `folder`, whole or not at all; returns the file's path.
+
+    A LoRA is `pytorch_lora_weights.safetensors` with PEFT's names and, in the metadata, its configuration (rank, alpha, targets) as
+    diffusers reads it. A LoKr adapter is the same file with `lokr_w1`, `lokr_w2` (or `lokr_w2_a`, `lokr_w2_b`). A whole model is
+    `diffusion_pytorch_model.safetensors` with `config.json`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    if workload.adapter == "full":
+        return _save_model(job.model, folder)
+    prefix = prefix_of(job.model)
+    metadata = {"format": "pt"}
+    if workload.adapter == "lokr":
+        state = {n: p for n, p in job.model.named_parameters() if ".lokr_" in n}
+    else:
+        from peft import get_peft_model_state_dict
+
+        state = get_peft_model_state_dict(job.model)
+        configuration = {f"{prefix}.{k}": v for k, v in _configuration(job.model).items()}
+        metadata[METADATA_KEY] = json.dumps(configuration, indent=2, sort_keys=True)
+    path = folder / ADAPTER_FILE
+    write_safetensors(path, {f"{prefix}.{k}": _stored(v) for k, v in state.items()}, metadata)
+    return path
+
+
+def _configuration(model: nn.Module) -> dict[str, Any]:
+    """The adapter's PEFT configuration as plain JSON values."""
+    configs: Any = model.peft_config
+    values = configs["default"].to_dict()
+    return {k: sorted(v) if isinstance(v, (set, frozenset)) else v for k, v in values.items()}
+
+
+def _save_model(model: Any, folder: Path) -> Path:
+    path = folder / MODEL_FILE
+    write_safetensors(path, _without_sharing(model.state_dict()), {"format": "pt"})
+    store.atomic_write(folder / "config.json", model.to_json_string().encode())
+    return path
+
+
+def _without_sharing(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Own memory for every tensor: a safetensors file cannot hold two names of one."""
+    return {name: _stored(t) for name, t in state.items()}
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
