@@ -29,6 +29,8 @@ from probes.step import make_optimizer
 from probes.workload import Workload, WorkloadError, reduced_copy
 
 DEFAULT_LR = 1e-4
+CHECKPOINTS = "checkpoints"
+"""Their folder inside the output folder, where diffusers looks for one safetensors file."""
 
 
 class OutOfMemory(WorkloadError):
@@ -189,8 +191,8 @@ def _checkpoint(output: Path | None, resume: bool, every: int | None) -> checkpo
             raise WorkloadError(f"{option} needs --output FOLDER, where the checkpoints are")
         return None
     if resume:
-        return checkpoints.load_newest(output)
-    if earlier := checkpoints.found(output):
+        return checkpoints.load_newest(output / CHECKPOINTS)
+    if earlier := checkpoints.found(output / CHECKPOINTS):
         raise WorkloadError(
             f"--output {output} holds an earlier run ({earlier[-1].name}); --resume goes on with it, or give another folder"
         )
@@ -473,7 +475,7 @@ class _Trainer:
 
     def _save(self, number: int) -> None:
         assert self.output is not None
-        self.newest = checkpoints.save(self.output, number, self.job, self.optimizer, self.settings)
+        self.newest = checkpoints.save(self.output / CHECKPOINTS, number, self.job, self.optimizer, self.settings)
         self.log.write(event="checkpoint", step=number, path=str(self.newest))
 
     def _stopped(self, number: int, asked: int) -> Stopped:

@@ -1,0 +1,164 @@
+"""Given weights are trained, and what is saved is what diffusers loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from advisor.training import run, weights
+from estimators.schedule import Backend, Schedule
+from probes.build import Job, build_base, model_class
+from probes.workload import Workload, WorkloadError, from_request, reduced_copy
+
+SMALL: dict[str, dict[str, Any]] = {
+    "sd3": {"resolution": 128, "caption_tokens": 16},
+    "sdxl": {"resolution": 128, "caption_tokens": 16},
+    "flux": {"resolution": 128, "caption_tokens": 16},
+}
+
+
+def _plan(name: str, **more: Any) -> Any:
+    request = {"model": name, **SMALL[name], "rank": 4, "alpha": 10, **more}
+    return SimpleNamespace(workload=from_request(request), schedule=Schedule(backend=Backend.TORCH))
+
+
+def _given(name: str, folder: Path) -> Path:
+    """A small model with random weights, as a diffusers pipeline folder holds it."""
+    torch.manual_seed(7)
+    model: Any = build_base(reduced_copy(from_request({"model": name})))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.numel() > 1 and not p.any():
+                p.normal_(std=0.02)
+    part = "unet" if name == "sdxl" else "transformer"
+    model.save_pretrained(folder / part)
+    return folder
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Job, Path, Any]]:
+    """Trains a small given model for three steps; returns the job, the output folder and the result."""
+    kept: list[Job] = []
+    save = weights.save
+
+    def spy(job: Job, workload: Workload, folder: Path) -> Path:
+        kept.append(job)
+        return save(job, workload, folder)
+
+    monkeypatch.setattr(weights, "save", spy)
+
+    def train(name: str, **more: Any) -> tuple[Job, Path, Any]:
+        source = _given(name, tmp_path / "given")
+        result = run(
+            _plan(name, **more), steps=3, lr=0.02, output=tmp_path / "out", pretrained=str(source), device="cpu"
+        )
+        return kept[-1], tmp_path / "out", result
+
+    return train
+
+
+def _output(model: Any, job: Job) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(**job.inputs, return_dict=False)[0]
+
+
+def _fresh(job: Job, tmp_path: Path) -> Any:
+    part = weights.prefix_of(job.model)
+    return type(job.model).from_pretrained(tmp_path / "given" / part)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl"])
+def test_diffusers_loads_the_lora_with_its_alpha(name: str, trained: Any, tmp_path: Path) -> None:
+    job, out, result = trained(name)
+    assert any("the given model itself trains on the CPU" in note for note in result.notes)
+    assert not any("random" in note and "weights" in note for note in result.notes)
+    fresh = _fresh(job, tmp_path)
+    before = _output(fresh, job)
+    fresh.load_lora_adapter(str(out), prefix=weights.prefix_of(job.model), use_safetensors=True)
+    after = _output(fresh, job)
+    assert torch.allclose(after, _output(job.model, job), atol=1e-5)
+    assert (after - before).abs().max() > 1e-2
+    with safe_open(str(out / weights.ADAPTER_FILE), framework="pt") as file:
+        metadata = json.loads(file.metadata()[weights.METADATA_KEY])
+    prefix = weights.prefix_of(job.model)
+    assert (metadata[f"{prefix}.lora_alpha"], metadata[f"{prefix}.r"]) == (10, 4)
+
+
+def test_a_diffusers_pipeline_loads_the_lora(trained: Any, tmp_path: Path) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+    job, out, _ = trained("sd3")
+    parts = dict.fromkeys(
+        ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+    )
+    pipeline = StableDiffusion3Pipeline(
+        transformer=_fresh(job, tmp_path), scheduler=FlowMatchEulerDiscreteScheduler(), **parts
+    )  # fmt: skip
+    pipeline.load_lora_weights(str(out))
+    assert torch.allclose(_output(pipeline.transformer, job), _output(job.model, job), atol=1e-5)
+
+
+def test_diffusers_loads_the_lokr_adapter(trained: Any, tmp_path: Path) -> None:
+    job, out, _ = trained("sd3", adapter="lokr", lokr_factor=4)
+    assert all(".lokr_" in key for key in load_file(out / weights.ADAPTER_FILE))
+    fresh = _fresh(job, tmp_path)
+    before = _output(fresh, job)
+    fresh.load_lora_adapter(str(out), use_safetensors=True)
+    after = _output(fresh, job)
+    assert torch.allclose(after, _output(job.model, job), atol=1e-4)
+    assert (after - before).abs().max() > 1e-2
+
+
+def test_a_fully_trained_model_loads_with_from_pretrained(trained: Any, tmp_path: Path) -> None:
+    job, out, _ = trained("sd3", adapter="full")
+    loaded = type(job.model).from_pretrained(out)
+    assert torch.equal(_output(loaded, job), _output(job.model, job))
+    assert not torch.equal(_output(_fresh(job, tmp_path), job), _output(job.model, job))
+
+
+@pytest.mark.parametrize("adapter", ["lora", "lokr"])
+def test_an_adapter_starts_as_no_change(adapter: str, tmp_path: Path) -> None:
+    from probes.build import given_job
+
+    _given("sd3", tmp_path)
+    workload = _plan("sd3", adapter=adapter, precision="fp32").workload
+    cls: Any = model_class(workload.family.model_class)
+    config = json.dumps(cls.load_config(tmp_path / "transformer"))
+    job = given_job(
+        Workload(**{**vars(workload), "config_json": config}), cls.from_pretrained(tmp_path / "transformer"), "cpu"
+    )
+    weights.start_adapter(job.model)
+    assert torch.equal(_output(job.model, job), _output(cls.from_pretrained(tmp_path / "transformer"), job))
+    assert any(p.any() for _, p in job.trainable())
+
+
+def test_a_model_that_does_not_fit_into_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    source = str(_given("sd3", tmp_path))
+    for free in (2**20, 2**24):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        with pytest.raises(WorkloadError, match=r"on the CPU .* need .* GiB and 0\.0 GiB are free"):
+            run(_plan("sd3"), steps=1, pretrained=source, device="cpu")
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(tmp_path: Path) -> None:
+    source = _given("sd3", tmp_path)
+    file = source / "transformer" / "diffusion_pytorch_model.safetensors"
+    state = load_file(file)
+    del state["proj_out.weight"]
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(WorkloadError, match=r"1 tensors of the model are missing, first proj_out\.weight"):
+        run(_plan("sd3"), steps=1, pretrained=str(source), device="cpu")
+    file.write_bytes(b"\x00" * 20)
+    with pytest.raises(WorkloadError, match="--pretrained"):
+        run(_plan("sd3"), steps=1, pretrained=str(source), device="cpu")
