@@ -260,6 +260,10 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
             )
         if planned.weights_offload != "none":
             notes.append(f"--weights-offload {planned.weights_offload}: this runtime keeps the weights on the device")
+    if workload.fuse_qkv and workload.adapter != "full":
+        notes.append(
+            "the adapter is for fused projections: call fuse_qkv_projections() on a model before loading it there"
+        )
     if workload.optimizer not in ("adamw", "sgd", "sgd-momentum"):
         notes.append(f"the optimizer is torch.optim.AdamW with float32 states, in place of {planned.optimizer}")
     return workload

@@ -13,7 +13,7 @@ from advisor.training.checkpoints import write_safetensors
 from probes import store
 from probes.build import Job
 from probes.lokr import LokrLinear
-from probes.workload import Workload
+from probes.workload import FUSED, Workload
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
@@ -74,14 +74,23 @@ def _configuration(model: nn.Module) -> dict[str, Any]:
 
 def _save_model(model: Any, folder: Path) -> Path:
     path = folder / MODEL_FILE
-    write_safetensors(path, _without_sharing(model.state_dict()), {"format": "pt"})
+    write_safetensors(path, _unfused({k: _stored(v) for k, v in model.state_dict().items()}), {"format": "pt"})
     store.atomic_write(folder / "config.json", model.to_json_string().encode())
     return path
 
 
-def _without_sharing(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Own memory for every tensor: a safetensors file cannot hold two names of one."""
-    return {name: _stored(t) for name, t in state.items()}
+def _unfused(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Fused projections as the separate ones that diffusers loads."""
+    out = dict(state)
+    for name, tensor in state.items():
+        owner, _, rest = name.rpartition(".")
+        prefix, _, fused = owner.rpartition(".")
+        parts = [f"{prefix}.{part}.{rest}" for part in FUSED.get(fused, ())]
+        if parts and all(part in state for part in parts):
+            del out[name]
+            sizes = [state[part].shape[0] for part in parts]
+            out |= {part: t.contiguous() for part, t in zip(parts, tensor.split(sizes), strict=True)}
+    return out
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:

@@ -125,6 +125,13 @@ def test_a_fully_trained_model_loads_with_from_pretrained(trained: Any, tmp_path
     assert not torch.equal(_output(_fresh(job, tmp_path), job), _output(job.model, job))
 
 
+def test_fused_projections_are_saved_as_separate_ones(trained: Any, tmp_path: Path) -> None:
+    job, out, _ = trained("flux", adapter="full", fuse_qkv=True)
+    loaded = type(job.model).from_pretrained(out)
+    assert torch.allclose(_output(loaded, job), _output(job.model, job), atol=1e-4)
+    assert not torch.allclose(_output(_fresh(job, tmp_path), job), _output(job.model, job), atol=1e-2)
+
+
 @pytest.mark.parametrize("adapter", ["lora", "lokr"])
 def test_an_adapter_starts_as_no_change(adapter: str, tmp_path: Path) -> None:
     from probes.build import given_job
