@@ -47,6 +47,13 @@ def found(folder: Path) -> list[Path]:
     return [path for _, path in sorted(matches)]
 
 
+def clear_leftovers(folder: Path) -> None:
+    """Removes what a run that was killed while saving has left in a folder."""
+    for path in folder.glob(".checkpoint-*.safetensors.*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def step_of(path: Path | None) -> int | None:
     """The step in a checkpoint's name."""
     match = None if path is None else _NAME.fullmatch(path.name)

@@ -191,6 +191,7 @@ def _checkpoint(output: Path | None, resume: bool, every: int | None) -> checkpo
             raise WorkloadError(f"{option} needs --output FOLDER, where the checkpoints are")
         return None
     if resume:
+        checkpoints.clear_leftovers(output / CHECKPOINTS)
         return checkpoints.load_newest(output / CHECKPOINTS)
     if earlier := checkpoints.found(output / CHECKPOINTS):
         raise WorkloadError(
