@@ -1,6 +1,6 @@
 """checkpoint-advisor: which gradient-checkpointing schedule trains a diffusion model fastest without running out of memory.
 
-`plan` answers, `apply` executes, `remove` undoes. Importing this package imports no torch.
+`plan` answers, `load_plan` reads a saved answer, `apply` executes, `remove` undoes. Importing this package imports no torch.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from advisor.api import Plan, plan
+    from advisor.plan_files import load_plan
     from advisor.runtime import apply, remove
     from estimators.schedule import Schedule
 
-__all__ = ["Plan", "Schedule", "apply", "plan", "remove"]
+__all__ = ["Plan", "Schedule", "apply", "load_plan", "plan", "remove"]
 
 _HOME = {
     "plan": "advisor.api",
     "Plan": "advisor.api",
+    "load_plan": "advisor.plan_files",
     "apply": "advisor.runtime",
     "remove": "advisor.runtime",
     "Schedule": "estimators.schedule",

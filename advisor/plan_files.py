@@ -153,6 +153,10 @@ def load(path: str | Path) -> LoadedPlan:
     )
 
 
+load_plan = load
+"""The name that `import advisor` offers."""
+
+
 def _table(top: _Reader) -> tuple[Estimate, ...]:
     entries = top.value("schedules")
     if not isinstance(entries, list):

@@ -40,6 +40,13 @@ class Slot:
     batch_axis: int | None
     """Where samples are stacked; None: the argument is a list with one tensor a sample, or all samples share the tensor."""
     listed: bool
+    fill: str
+    """What it holds where no file says it: `InputSpec.fill`."""
+
+    @property
+    def invented(self) -> bool:
+        """Whether that is no value that training could use."""
+        return self.fill in ("normal", "arange")
 
 
 def slots(workload: Workload, model: nn.Module) -> dict[str, Slot]:
@@ -61,7 +68,7 @@ def slots(workload: Workload, model: nn.Module) -> dict[str, Slot]:
         axis = spec.shape.index("B") if "B" in spec.shape and not spec.list_of else None
         shape = tuple(evaluate(e, names) for i, e in enumerate(spec.shape) if i != axis)
         dtype = compute if spec.dtype == "compute" else getattr(torch, spec.dtype)
-        found[spec.name] = Slot(shape, dtype, axis, bool(spec.list_of))
+        found[spec.name] = Slot(shape, dtype, axis, bool(spec.list_of), spec.fill)
     return found
 
 
@@ -83,13 +90,21 @@ class Cached:
     Args:
         wanted: what a sample can hold (`slots`).
         batch: samples a batch.
+        complete: a tensor that would have to be invented is refused (else noted).
 
     Raises:
         WorkloadError: no samples, or one that does not suit the model; names the file and the tensor.
     """
 
     def __init__(
-        self, folder: Path, wanted: Mapping[str, Slot], batch: int, seed: int, say: Callable[[str], None]
+        self,
+        folder: Path,
+        wanted: Mapping[str, Slot],
+        batch: int,
+        seed: int,
+        say: Callable[[str], None],
+        *,
+        complete: bool = False,
     ) -> None:
         self.files = sample_files(folder)
         self.wanted = wanted
@@ -106,8 +121,15 @@ class Cached:
         self.fingerprint = digest.hexdigest()
         self.per_epoch = max(1, len(self.files) // batch)
         notes = [f"{len(self.files)} cached samples, {self.per_epoch} batches of {batch} an epoch"]
-        if made_up := [name for name in wanted if name not in self.held]:
-            notes.append(f"not in the cached samples and therefore made up: {', '.join(made_up)}")
+        missing = [name for name in wanted if name not in self.held]
+        invented = [name for name in missing if wanted[name].invented]
+        if invented and complete:
+            raise WorkloadError(
+                f"--latents {folder}: the samples have no {', '.join(invented)}, and the given weights cannot learn from made-up ones"
+            )
+        if missing:
+            how = [f"{name} (made up)" if name in invented else f"{name} ({wanted[name].fill})" for name in missing]
+            notes.append(f"not in the cached samples: {', '.join(how)}")
         if len(self.files) < batch:
             notes.append(f"fewer cached samples ({len(self.files)}) than the batch of {batch}: they are repeated in it")
         elif spare := len(self.files) % batch:

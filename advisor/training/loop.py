@@ -140,7 +140,8 @@ def run(
     objective = Objective(workload, shape_only)
     source: Cached | Synthetic = Synthetic()
     if latents is not None:
-        source = Cached(latents, slots(workload, shape_only), workload.batch, settings["seed"], tell)
+        wanted = slots(workload, shape_only)
+        source = Cached(latents, wanted, workload.batch, settings["seed"], tell, complete=pretrained is not None)
     settings["data"] = source.fingerprint
     if checkpoint is not None:
         _same_run(checkpoint, settings)

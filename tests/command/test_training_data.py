@@ -78,8 +78,23 @@ def test_what_the_files_leave_out_is_said(tmp_path: Path) -> None:
     save_file({"hidden_states": torch.randn(SHAPE)}, str(tmp_path / "a.safetensors"))
     result = run(PLAN, steps=2, latents=tmp_path, output=tmp_path / "out", seed=1)
     assert len(result.losses) == 2
-    assert any("made up: encoder_hidden_states" in note for note in result.notes)
+    assert any("encoder_hidden_states (made up)" in note for note in result.notes)
     assert result.saved == tmp_path / "out" / "pytorch_lora_weights.safetensors"
+
+
+def test_given_weights_are_not_trained_on_made_up_tensors(tmp_path: Path) -> None:
+    workload = reduced_copy(from_request({"model": "flux"}))
+    with torch.device("meta"):
+        wanted = slots(workload, build_base(workload))
+    constant = ("txt_ids", "guidance")
+    sample = {name: torch.zeros(slot.shape) for name, slot in wanted.items() if name not in constant}
+    save_file(sample, str(tmp_path / "a.safetensors"))
+    source = Cached(tmp_path, wanted, 1, 0, _quiet, complete=True)
+    assert "not in the cached samples: txt_ids (zeros), guidance (ones)" in source.notes
+    del sample["img_ids"]
+    save_file(sample, str(tmp_path / "a.safetensors"))
+    with pytest.raises(WorkloadError, match="the samples have no img_ids, and the given weights cannot learn"):
+        Cached(tmp_path, wanted, 1, 0, _quiet, complete=True)
 
 
 def test_every_sample_comes_once_an_epoch_and_the_order_depends_on_the_seed_only(tmp_path: Path) -> None:
@@ -120,7 +135,7 @@ def test_tensors_in_dictionaries_and_lists_reach_the_model(tmp_path: Path) -> No
     for key in ("text_embeds", "time_ids"):
         assert torch.equal(batch["added_cond_kwargs"][key][0], sample[f"added_cond_kwargs.{key}"])
     assert torch.equal(batch["sample"][0], sample["sample"])
-    assert not any("made up" in note for note in source.notes)
+    assert not any("not in the cached" in note for note in source.notes)
 
     workload = reduced_copy(from_request({"model": "z_image"}))
     with torch.device("meta"):
