@@ -50,6 +50,17 @@ def _text_encoder(width: int, projection: int | None = None) -> Any:
     return (CLIPTextModel if projection is None else CLIPTextModelWithProjection)(config)
 
 
+def _t5() -> tuple[Any, Any]:
+    from transformers import T5Config, T5EncoderModel, T5Tokenizer
+
+    letters = [(chr(c), -2.0) for c in range(ord("a"), ord("z") + 1)]
+    tokenizer = T5Tokenizer(
+        vocab=[("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -1.0), *letters], extra_ids=0
+    )
+    config = T5Config(vocab_size=len(tokenizer), d_model=96, d_kv=24, d_ff=64, num_layers=1, num_heads=4)
+    return T5EncoderModel(config), tokenizer
+
+
 def _vae(channels: int, shift: float | None = None) -> Any:
     from diffusers import AutoencoderKL
 
@@ -62,7 +73,7 @@ def _vae(channels: int, shift: float | None = None) -> Any:
 
 def _pipeline(name: str, folder: Path) -> Path:
     """A diffusers pipeline folder with a small denoiser, VAE and text encoders, all random."""
-    from diffusers import DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+    import diffusers
 
     torch.manual_seed(0)
     denoiser = build_base(reduced_copy(from_request({"model": name})))
@@ -70,21 +81,30 @@ def _pipeline(name: str, folder: Path) -> Path:
         for p in denoiser.parameters():
             if p.numel() > 1 and not p.any():
                 p.normal_(std=0.02)
-    common = {
-        "vae": _vae(4),
-        "unet": denoiser,
-        "scheduler": DDIMScheduler(steps_offset=1, clip_sample=False),
-        "tokenizer": _tokenizer(),
+    unet = {"unet": denoiser, "vae": _vae(4), "scheduler": diffusers.DDIMScheduler(steps_offset=1, clip_sample=False)}
+    flow = {
+        "transformer": denoiser,
+        "vae": _vae(16, shift=0.1),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
     }
+    first = {"tokenizer": _tokenizer()}
+    second = {"tokenizer_2": _tokenizer()}
     made: Any
     if name == "sd1x":
-        made = StableDiffusionPipeline(
-            text_encoder=_text_encoder(96), safety_checker=None, feature_extractor=None, requires_safety_checker=False, **common
-        )  # fmt: skip
+        checker = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        made = diffusers.StableDiffusionPipeline(text_encoder=_text_encoder(96), **checker, **first, **unet)
+    elif name == "sdxl":
+        encoders = {"text_encoder": _text_encoder(32), "text_encoder_2": _text_encoder(64, 64)}
+        made = diffusers.StableDiffusionXLPipeline(**encoders, **first, **second, **unet)
+    elif name == "sd3":
+        encoder, tokenizer = _t5()
+        encoders = {"text_encoder": _text_encoder(32, 32), "text_encoder_2": _text_encoder(32, 32)}
+        encoders |= {"text_encoder_3": encoder, "tokenizer_3": tokenizer}
+        made = diffusers.StableDiffusion3Pipeline(**encoders, **first, **second, **flow)
     else:
-        made = StableDiffusionXLPipeline(
-            text_encoder=_text_encoder(32), text_encoder_2=_text_encoder(64, 64), tokenizer_2=_tokenizer(), **common
-        )
+        encoder, tokenizer = _t5()
+        encoders = {"text_encoder": _text_encoder(64), "text_encoder_2": encoder, "tokenizer_2": tokenizer}
+        made = diffusers.FluxPipeline(**encoders, **first, **flow)
     made.save_pretrained(folder)
     return folder
 
@@ -99,19 +119,22 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["sd1x", "sdxl"])
+@pytest.mark.parametrize("name", ["sd1x", "sdxl", "sd3", "flux"])
 def test_samples_made_with_a_pipeline_train_its_own_denoiser(name: str, photos: Path, tmp_path: Path) -> None:
     source, cache = _pipeline(name, tmp_path / "pipeline"), tmp_path / "cache"
     arguments = ["--pipeline", str(source), "--images", str(photos), "--output", str(cache), "--resolution", "128"]
     _script("cache_latents").main(arguments)
     first, second = (load_file(cache / f"{i}.safetensors") for i in range(2))
-    assert first["sample"].shape == (4, 16, 16)
+    main = {"sd3": (16, 16, 16), "flux": (64, 64)}.get(name, (4, 16, 16))
+    assert main in {tuple(t.shape) for t in first.values()}
     assert not torch.equal(first["encoder_hidden_states"], second["encoder_hidden_states"])
     workload = from_request({"model": name, "resolution": 128, "rank": 4})
     plan = SimpleNamespace(workload=workload, schedule=Schedule(backend=Backend.TORCH))
     result = run(plan, steps=2, latents=cache, pretrained=str(source), output=tmp_path / "lora", device="cpu")
     assert result.saved is not None
-    assert not any("not in the cached samples" in note or "random" in note for note in result.notes)
+    missing = [note for note in result.notes if "not in the cached samples" in note]
+    assert missing == (["not in the cached samples: guidance (ones)"] if name == "flux" else [])
+    assert not any("random" in note for note in result.notes)
     from diffusers import DiffusionPipeline
 
     DiffusionPipeline.from_pretrained(source).load_lora_weights(str(tmp_path / "lora"))
