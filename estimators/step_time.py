@@ -19,7 +19,7 @@ from estimators.devices import Device
 from estimators.memory import Memory
 from probes import resources
 from probes.profile import Profile
-from probes.tape import ATTENTION, CONVOLUTION, GEMM, MEMORY, Floats
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, Floats
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Rates:
     """Share of the dense matrix rate."""
     convolution: float
     attention: float
+    """Share of it in an attention kernel's matrix products, forward."""
+    attention_backward: float
+    softmax_width: float
+    """Head size at which an attention kernel's exponentials take as long as its matrix products."""
     memory: float
     """Share of the memory bandwidth."""
     cache_speedup: float
@@ -109,11 +113,19 @@ class Clock:
             return
         assert compute is not None
         assert device.memory_bytes_per_second is not None
+        shares = {
+            GEMM: r.gemm,
+            CONVOLUTION: r.convolution,
+            ATTENTION: r.attention,
+            ATTENTION_BACKWARD: r.attention_backward,
+        }
         share = np.ones(len(tape.op_kind))
-        for kind, value in ((GEMM, r.gemm), (CONVOLUTION, r.convolution), (ATTENTION, r.attention), (MEMORY, 1.0)):
+        for kind, value in shares.items():
             share[tape.op_kind == kind] = value
+        attention = (tape.op_kind == ATTENTION) | (tape.op_kind == ATTENTION_BACKWARD)
+        share[attention] *= tape.op_head[attention] / (tape.op_head[attention] + r.softmax_width)
         if device.architecture == "Hopper":
-            share[tape.op_kind == ATTENTION] *= r.legacy_mma_on_hopper
+            share[attention] *= r.legacy_mma_on_hopper
         cached = (
             np.clip(1 - tape.op_bytes / (2 * device.l2_bytes), 0, 1) if device.l2_bytes else np.zeros(len(tape.op_kind))
         )

@@ -1,7 +1,8 @@
 """LoKr adapters (LyCORIS form): the update of a linear is the Kronecker product of two small trained matrices.
 
-As LyCORIS runs it without bypass: the product is rebuilt in every forward as a full-size weight, which is kept for backward
-together with the input. Written from the published description of the method and its Apache-2.0 implementation.
+As LyCORIS runs it with ``bypass_mode``, which the trainer's presets set and quantised bases need: the product is never built,
+the input passes through one factor and then the other, which keeps the input and one more tensor of the output's size for
+backward. Written from the published description of the method and its Apache-2.0 implementation.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class LokrLinear(nn.Module):
     def __init__(self, base: nn.Linear, rank: int, factor: int, full_matrix: bool) -> None:
         super().__init__()
         self.base_layer = base
+        self.scale = 1.0
         out_small, out_large = factors(base.out_features, factor)
         in_small, in_large = factors(base.in_features, factor)
         device = base.weight.device
@@ -60,9 +62,13 @@ class LokrLinear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         base = self.base_layer(input)
-        large = self.lokr_w2_a @ self.lokr_w2_b if self.low_rank else self.lokr_w2
-        delta = torch.kron(self.lokr_w1, large.to(self.lokr_w1.dtype)).to(input.dtype)
-        result: torch.Tensor = base + F.linear(input, delta)
+        grouped = input.unflatten(-1, (self.lokr_w1.shape[1], -1))
+        if self.low_rank:
+            small = F.linear(F.linear(grouped, self.lokr_w2_b), self.lokr_w2_a)
+        else:
+            small = F.linear(grouped, self.lokr_w2)
+        crossed = F.linear(small.transpose(-1, -2), self.lokr_w1).transpose(-1, -2)
+        result: torch.Tensor = base + crossed.flatten(-2) * self.scale
         return result
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from probes.tape import ATTENTION, CONVOLUTION, GEMM, MEMORY, NEVER, Call, Tape
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, NEVER, Call, Tape
 
 _NO_KERNEL = {
     "aten::empty",
@@ -51,13 +51,17 @@ class _Op:
         self.kernel = not self.is_view and name not in _NO_KERNEL and name != "aten::detach"
         self.flops = flop_registry.get(func._overloadpacket)
         if "scaled_dot_product" in name or "_flash_attention" in name:
-            self.kind = ATTENTION
+            self.kind = ATTENTION_BACKWARD if name.endswith("_backward") else ATTENTION
         elif "convolution" in name:
             self.kind = CONVOLUTION
         elif self.flops is not None:
             self.kind = GEMM
         else:
             self.kind = MEMORY
+
+
+def _head_size(args: tuple[Any, ...]) -> int:
+    return next(int(a.shape[-1]) for a in args if isinstance(a, torch.Tensor))
 
 
 @cache
@@ -158,6 +162,7 @@ class Recorder(TorchDispatchMode):
         self.op_at: list[int] = []
         self.op_kind: list[int] = []
         self.op_flops: list[float] = []
+        self.op_head: list[int] = []
         self.op_bytes: list[float] = []
         self.calls: dict[str, Call] = {}
         self.inner_reads: dict[str, tuple[int, ...]] = {}
@@ -244,6 +249,7 @@ class Recorder(TorchDispatchMode):
             self.op_kind.append(op.kind)
             self.op_flops.append(float(op.flops(*args, **kwargs, out_val=outputs)) if op.flops is not None else 0.0)
             self.op_bytes.append(float(moved))
+            self.op_head.append(_head_size(args) if op.kind in (ATTENTION, ATTENTION_BACKWARD) else 0)
         return outputs
 
     # saved tensors ----------------------------------------------------------------------------------------------------
@@ -370,6 +376,7 @@ class Recorder(TorchDispatchMode):
             op_kind=np.array(self.op_kind, np.int8),
             op_flops=np.array(self.op_flops, np.float64),
             op_bytes=np.array(self.op_bytes, np.float64),
+            op_head=np.array(self.op_head, np.int64),
             calls=dict(self.calls),
             inner_reads=dict(self.inner_reads),
         )

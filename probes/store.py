@@ -27,7 +27,7 @@ from probes.structure import Block, Chain, Structure
 from probes.tape import Call, Tape
 from probes.workload import Workload
 
-FORMAT = 4
+FORMAT = 5
 """Raise when the meaning of a stored profile changes."""
 
 _ARRAYS = [

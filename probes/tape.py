@@ -20,7 +20,7 @@ Flags = NDArray[np.bool_]
 NEVER = np.int64(2**40)
 """Position of a death that does not happen within the step."""
 
-GEMM, CONVOLUTION, ATTENTION, MEMORY = 0, 1, 2, 3
+GEMM, CONVOLUTION, ATTENTION, MEMORY, ATTENTION_BACKWARD = 0, 1, 2, 3, 4
 """Kinds of kernel."""
 
 
@@ -70,6 +70,8 @@ class Tape:
     op_kind: NDArray[np.int8]
     op_flops: Floats
     op_bytes: Floats
+    op_head: Ints
+    """Head size of an attention kernel; 0 for the others."""
 
     calls: Mapping[str, Call] = field(default_factory=dict)
     """By qualified module name, for the blocks and the regions inside them."""

@@ -350,6 +350,7 @@ def expand(tape: Tape, run: Run) -> Tape:
         op_kind=tape.op_kind[op_index][op_order],
         op_flops=tape.op_flops[op_index][op_order],
         op_bytes=tape.op_bytes[op_index][op_order],
+        op_head=tape.op_head[op_index][op_order],
         calls=calls,
         inner_reads=inner_reads,
     )

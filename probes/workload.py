@@ -167,6 +167,11 @@ def _number(option: str, value: Any, low: float, high: float) -> float:
     return float(value)
 
 
+def _lokr_factor(value: Any) -> int:
+    """-1: as even a split as possible."""
+    return -1 if value == -1 else _whole("lokr-factor", value, MAX_RANK)
+
+
 def _yes_no(option: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise WorkloadError(f"--{option} must be true or false, not {value!r}")
@@ -351,6 +356,8 @@ def from_request(request: Mapping[str, Any]) -> Workload:
         compile=_choice("compile", get("compile", "none"), COMPILE),
         seconds=_seconds(get("seconds"), family),
         references=_references(get("references"), family, variant.name),
+        lokr_factor=_lokr_factor(get("lokr_factor", 16)),
+        lokr_full_matrix=_yes_no("lokr-full-matrix", get("lokr_full_matrix", False)),
     )
     _check_supported(workload)
     return workload

@@ -15,7 +15,7 @@ from estimators.memory import Memory, Span
 from estimators.step_time import Clock, Rates, StepTime, default_rates, rates_from
 from probes.profile import Profile
 from probes.structure import Structure
-from probes.tape import ATTENTION, CONVOLUTION, GEMM, MEMORY, Tape
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, Tape
 from probes.workload import from_request
 
 DEVICE = Device(
@@ -33,7 +33,9 @@ DEVICE = Device(
 RATES = Rates(
     gemm=0.5,
     convolution=0.25,
-    attention=0.2,
+    attention=0.4,
+    attention_backward=0.2,
+    softmax_width=64.0,
     memory=0.8,
     cache_speedup=2.0,
     legacy_mma_on_hopper=0.5,
@@ -45,6 +47,8 @@ RATES = Rates(
     blend=64.0,
 )
 """The host costs almost nothing, so that the total is the GPU's time."""
+HEAD = 64
+"""As wide as the softmax, so attention reaches half its share."""
 TAIL = RATES.kernel_tail_seconds
 
 Kernel = tuple[int, float, float]
@@ -75,6 +79,7 @@ def profile(
         op_kind=np.array([k for k, _, _ in kernels], np.int8),
         op_flops=np.array([f for _, f, _ in kernels], np.float64),
         op_bytes=np.array([b for _, _, b in kernels], np.float64),
+        op_head=np.array([HEAD if k in (ATTENTION, ATTENTION_BACKWARD) else 0 for k, _, _ in kernels], np.int64),
     )
     workload = from_request({"model": "flux", "precision": precision})
     sizes = ((trained, 4, 1),) if trained else ()
@@ -93,7 +98,9 @@ def step(
     return time
 
 
-@pytest.mark.parametrize(("kind", "share"), [(GEMM, 0.5), (CONVOLUTION, 0.25), (ATTENTION, 0.2)])
+@pytest.mark.parametrize(
+    ("kind", "share"), [(GEMM, 0.5), (CONVOLUTION, 0.25), (ATTENTION, 0.2), (ATTENTION_BACKWARD, 0.1)]
+)
 def test_a_kernel_that_computes_takes_its_share_of_the_matrix_rate(kind: int, share: float) -> None:
     assert step(profile([(kind, 1e12, 1.0)])).gpu == pytest.approx(1 / share + TAIL)
 

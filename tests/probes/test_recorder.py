@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from probes.recorder import Recorder
-from probes.tape import ATTENTION, CONVOLUTION, GEMM, MEMORY, NEVER, Tape
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, NEVER, Tape
 
 FLOAT = 4
 BATCH, WIDTH = 8, 16
@@ -249,8 +249,12 @@ def test_views_and_empty_tensors_are_no_kernels() -> None:
 )
 def test_kernels_are_told_apart_by_kind(kind: int, run: Callable[..., Any], shape: tuple[int, ...]) -> None:
     tape = record(run, meta(*shape, requires_grad=True, dtype=torch.bfloat16 if kind == ATTENTION else torch.float32))
-    assert (tape.op_kind == kind).sum() >= 2  # forward and backward
-    assert (tape.op_flops[tape.op_kind == kind] > 0).all()
+    backward = ATTENTION_BACKWARD if kind == ATTENTION else kind
+    of_kind = np.isin(tape.op_kind, (kind, backward))
+    assert of_kind.sum() >= 2  # forward and backward
+    assert (tape.op_kind == backward).any()
+    assert (tape.op_flops[of_kind] > 0).all()
+    assert (tape.op_head[of_kind] == (64 if kind == ATTENTION else 0)).all()
 
 
 # Calls of modules ----------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def make_profile(**changes: Any) -> Profile:
         op_kind=np.array([0, 3, 2], np.int8),
         op_flops=np.array([1e15, 0.0, 0.5], np.float64),
         op_bytes=np.array([3.0, 4.0, 5.0], np.float64),
+        op_head=np.array([0, 64, 0], np.int64),
         calls={"blocks.0": Call(2, 9, (0, 1), (True, False), (512, 100)), "blocks.0.ff": Call(3, 4, (), (), ())},
         inner_reads={"blocks.0@ff": (0,), "blocks.1@ff": ()},
     )

@@ -284,3 +284,29 @@ def test_the_reduced_copy_keeps_sgd_and_runs_every_other_optimizer_as_adamw() ->
     for name in OPTIMIZERS:
         expected = name if name in ("sgd", "sgd-momentum") else "adamw"
         assert reduced_copy(dataclasses.replace(workload, optimizer=name)).optimizer == expected
+
+
+CHANGED: dict[str, Any] = {
+    "variant": "schnell",
+    "resolution": 768,
+    "batch": 2,
+    "caption_tokens": 100,
+    "adapter": "lokr",
+    "rank": 4,
+    "alpha": 3.0,
+    "lora_targets": ["to_q"],
+    "lora_dropout": 0.25,
+    "precision": "nf4",
+    "optimizer": "sgd",
+    "attention": "math",
+    "fuse_qkv": True,
+    "weights_offload": "ramtorch",
+    "lokr_factor": 4,
+    "lokr_full_matrix": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted(CHANGED))
+def test_no_option_is_dropped_on_the_way(name: str) -> None:
+    adapter = {"adapter": "lokr"} if name.startswith("lokr") else {}
+    assert from_request({"model": "flux", **adapter, name: CHANGED[name]}) != from_request({"model": "flux", **adapter})
