@@ -706,6 +706,8 @@ def run(
             f"--latents {latents}: {'is not a folder' if asked['latents'].exists() else 'does not exist'}"
         )
     asked["output"] = None if output is None else options.output_folder("output", output)
+    if metrics is not None and asked["output"] is not None and Path(metrics).absolute().parent == asked["output"]:
+        asked["output"].mkdir(exist_ok=True)
     asked["metrics"] = None if metrics is None else options.output_file("metrics", metrics)
     loaded = plan_files.load(plan)
     if asked["metrics"] == loaded.path.resolve():

@@ -643,7 +643,10 @@ def draw_run(result: Mapping[str, Any], console: Console) -> None:
         ("model", f"{w['model']} {w['variant']}, {w['resolution']} pixels, batch {w['batch']}"),
         ("schedule", result["schedule"]),
         ("steps", f"{result['first_step']} to {result['steps']}" if losses else "none left to do"),
-        ("settings", f"learning rate {result['lr']:g}, {result['accumulate']} batches a step, seed {result['seed']}"),
+        (
+            "settings",
+            f"learning rate {result['lr']:g}, {result['accumulate']} batch{'' if result['accumulate'] == 1 else 'es'} a step, seed {result['seed']}",
+        ),
         ("seconds a step", f"{result['seconds_per_step']:.4g} (median)" if losses else "-"),
         ("loss", f"{losses[0]:.4g} at first, {losses[-1]:.4g} at last" if losses else "-"),
         ("saved", result["saved"] or "nothing (--output FOLDER saves)"),

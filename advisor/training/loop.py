@@ -150,8 +150,20 @@ def run(
     log = Metrics(metrics, after=start)
     try:
         tell("building the model")
-        job = _job(workload, plan.schedule, pretrained, use_cuda, settings["seed"], notes, tell)
-        trainer = _Trainer(job, objective, source, plan, settings, tell, log, output)
+        schedule = _first_schedule(plan, checkpoint, notes)
+        try:
+            job = _job(workload, schedule, pretrained, use_cuda, settings["seed"], notes, tell)
+        except Exception as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            raise OutOfMemory(f"the weights of {workload.model} do not fit into the memory that is free here") from None
+        trainer = _Trainer(job, objective, source, plan, schedule, settings, tell, log, output)
+        if settings["accumulate"] > 1:
+            held = sum(p.numel() * p.element_size() for _, p in job.trainable())
+            notes.append(
+                f"with --accumulate the gradients ({held / GIB:.3f} GiB) are held while the next batch runs forward; the plan does "
+                "not count that"
+            )
         if checkpoint is not None:
             checkpoints.restore(checkpoint, job, trainer.optimizer)
             trainer.set_lr()
@@ -222,6 +234,15 @@ def _settings(
     return {**values, "workload": plan.workload.describe(), "pretrained": pretrained}
 
 
+def _first_schedule(plan: Verifiable, checkpoint: checkpoints.Checkpoint | None, notes: list[str]) -> Schedule:
+    """The plan's schedule; or the smaller one that the checkpoint's run had come to."""
+    name = plan.schedule.name if checkpoint is None else checkpoint.settings.get("schedule")
+    later = next((e.schedule for e in getattr(plan, "schedules", ()) if e.schedule.name == name), plan.schedule)
+    if later != plan.schedule:
+        notes.append(f"the run had come to the schedule {later.name}, because memory ran out under a larger one")
+    return later
+
+
 _OPTIONS = {"data": "--latents", "workload": "the plan"}
 
 
@@ -289,6 +310,9 @@ def _job(
         say("loading the weights")
         model, more = load_model(pretrained, workload, dtype)
         notes += more
+        size, planned = sum(p.numel() for p in model.parameters()), workload.family.variant(workload.variant).parameters
+        if planned is not None and size != planned:
+            notes.append(f"the given model has {size:,} parameters, the planned {workload.variant} {planned:,}")
         job = given_job(workload, model, place, seed=seed)
     elif use_cuda:
         job = device_job(workload, place, seed=seed)
@@ -339,6 +363,7 @@ class _Trainer:
         objective: Objective,
         source: Cached | Synthetic,
         plan: Verifiable,
+        schedule: Schedule,
         settings: Mapping[str, Any],
         say: Callable[[str], None],
         log: Metrics,
@@ -348,7 +373,7 @@ class _Trainer:
         self.objective = objective
         self.source = source
         self.estimates: Sequence[Estimate] = getattr(plan, "schedules", ())
-        self.schedule = plan.schedule
+        self.schedule = schedule
         self.settings = settings
         self.say = say
         self.log = log
@@ -481,7 +506,8 @@ class _Trainer:
 
     def _save(self, number: int) -> None:
         assert self.output is not None
-        self.newest = checkpoints.save(self.output / CHECKPOINTS, number, self.job, self.optimizer, self.settings)
+        settings = {**self.settings, "schedule": self.schedule.name}
+        self.newest = checkpoints.save(self.output / CHECKPOINTS, number, self.job, self.optimizer, settings)
         self.log.write(event="checkpoint", step=number, path=str(self.newest))
 
     def _stopped(self, number: int, asked: int) -> Stopped:

@@ -83,6 +83,13 @@ BAD = [
     (("run", "/no/such/plan.json"), ("/no/such/plan.json", "no such file")),
     (("run", "plan.json", "--steps", "many"), ("--steps", "'many'")),
     (("run", "plan.json", "--seed", "-1"), ("--seed", "-1")),
+    (("run", "plan.json", "--lr", "0"), ("--lr must be a number above 0", "0")),
+    (("run", "plan.json", "--lr", "fast"), ("--lr", "'fast'")),
+    (("run", "plan.json", "--accumulate", "0"), ("--accumulate", "from 1")),
+    (("run", "plan.json", "--checkpoint-every", "1.5"), ("--checkpoint-every", "1.5")),
+    (("run", "plan.json", "--device", "gpu"), ("--device 'gpu'", "cuda")),
+    (("run", "plan.json", "--metrics", "/no/such/m.jsonl"), ("--metrics /no/such/m.jsonl", "does not exist")),
+    (("run", "plan.json", "--metrics", "/"), ("--metrics /", "folder")),
     (("run", "plan.json", "--latents", "/no/such"), ("--latents /no/such", "does not exist")),
     (("run", "plan.json", "--output", "/no/such/folder"), ("--output /no/such/folder", "does not exist")),
 ]

@@ -308,6 +308,33 @@ def test_out_of_memory_with_nothing_smaller_is_one_line_and_keeps_the_checkpoint
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-00000001.safetensors"]
 
 
+def test_a_resumed_run_goes_on_under_the_schedule_that_it_had_come_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(PLAN, steps=3, accumulate=2, device="cpu").losses
+    with monkeypatch.context() as patch:
+        _Memory(patch, step=1, times=2)
+        first = run(PLAN, steps=2, accumulate=2, output=tmp_path, checkpoint_every=2, device="cpu")
+    second = run(PLAN, steps=3, output=tmp_path, resume=True, device="cpu")
+    assert (first.schedule, second.schedule) == (TORCH.name, TORCH.name)
+    assert first.losses + second.losses == whole
+    assert any("had come to the schedule torch" in note for note in second.notes)
+
+
+def test_weights_that_do_not_fit_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loop, "real_job", fail)
+    with pytest.raises(OutOfMemory, match="the weights of sd3 do not fit into the memory that is free here"):
+        run(PLAN, steps=1, device="cpu")
+
+
+def test_gradients_that_are_held_between_batches_are_noted() -> None:
+    assert any("with --accumulate the gradients (0.000 GiB)" in n for n in run(PLAN, steps=1, accumulate=2).notes)
+    assert not any("--accumulate" in n for n in run(PLAN, steps=1).notes)
+
+
 def test_out_of_memory_in_the_optimizer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

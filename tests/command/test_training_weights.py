@@ -80,6 +80,7 @@ def _fresh(job: Job, tmp_path: Path) -> Any:
 def test_diffusers_loads_the_lora_with_its_alpha(name: str, trained: Any, tmp_path: Path) -> None:
     job, out, result = trained(name)
     assert any("the given model itself trains on the CPU" in note for note in result.notes)
+    assert any("the given model has" in note and "parameters, the planned" in note for note in result.notes)
     assert not any("random" in note and "weights" in note for note in result.notes)
     fresh = _fresh(job, tmp_path)
     before = _output(fresh, job)
