@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from estimators.devices import Device, DeviceKind
 from estimators.estimate import GIB, Estimate, Estimator
 from estimators.memory import Replay
 from estimators.schedule import Schedule
-from probes import store
+from probes import outside, store
 from probes.profile import Profile
 from probes.structure import Structure
 from probes.workload import REQUEST_KEYS, Workload, WorkloadError, from_request
@@ -142,7 +143,7 @@ def profile_for(
     target = Target("cpu") if device.kind is DeviceKind.CPU else Target("cuda", capability, workload.attention)
 
     def build() -> Profile:
-        with progress():
+        with progress(), contextlib.redirect_stdout(sys.stderr):  # a model of the user's own may print
             from probes.traced import trace
 
             return trace(workload, target)
@@ -221,7 +222,7 @@ class Session:
             estimates.append(dataclasses.replace(found, schedule=schedule))
         if len(reserved) != known:
             store.write_small(cache_name, reserved)
-        notes = [*warnings, *profile.notes]
+        notes = [*workload.family.notes, *warnings, *profile.notes]
         if device.note:
             notes.append(device.note)
         return Plan(
@@ -239,8 +240,10 @@ class Session:
 
 
 def plan(
-    model: str,
+    model: str | None = None,
     *,
+    model_class: str | None = None,
+    model_config: str | Path | None = None,
     gpu: str | None = None,
     vram_gib: float | None = None,
     executor: str = "bundled",
@@ -253,7 +256,9 @@ def plan(
     """Predicts every schedule of a training job on a device and picks one.
 
     Args:
-        model: a name as `advise models` lists it.
+        model: a name as `advise models` lists it, a Hugging Face id, or a folder with a diffusers config.json.
+        model_class: a class of your own instead, ``package.module:Class``; its module is imported.
+        model_config: TOML or JSON file with the constructor arguments (and inputs) of `model_class`.
         gpu: a card's name; or `vram_gib`: its memory. Neither: the GPU of this machine.
         executor: bundled, simpletuner or diffusers.
         objective: ladder, fastest or smallest.
@@ -267,13 +272,22 @@ def plan(
     """
     from advisor.present import detect_gpu
 
+    if (model is None) == (model_class is None):
+        raise WorkloadError("plan() needs either model or model_class")
+    if model_class is not None:
+        outside.allow(model_class)
+    named = {
+        "model": model,
+        "model_class": model_class,
+        "model_config": None if model_config is None else str(model_config),
+    }
     if unknown := sorted(set(options) - set(REQUEST_KEYS)):
         raise WorkloadError(f"plan() has no option {unknown[0]!r}; valid: gpu, vram_gib, {', '.join(REQUEST_KEYS[1:])}")
     device = device_for(gpu=gpu, vram_gib=vram_gib, detect=detect_gpu)
     if device is None:
         raise WorkloadError("this machine has no GPU; say which card to plan for with gpu= or vram_gib=")
     return Session().plan(
-        from_request({"model": model, **options}),
+        from_request({**named, **options}),
         device,
         Executor(executor),
         Objective(objective),

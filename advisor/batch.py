@@ -22,6 +22,9 @@ ASKING_KEYS = ("gpu", "vram", "headroom", "host_ram", "executor", "objective", "
 
 _TEXTS = (
     "model",
+    "model_class",
+    "model_config",
+    "revision",
     "variant",
     "adapter",
     "precision",
@@ -137,7 +140,7 @@ def parse(line: bytes) -> dict[str, Any]:
             raise RequestError(f"{key!r} must be true or false, not {json.dumps(value)[:60]}")
         if key in _NUMBERS and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise RequestError(f"{key!r} must be a number, not {json.dumps(value)[:60]}")
-    if "model" not in request:
+    if "model" not in request and "model_class" not in request:
         raise RequestError("'model' is missing")
     return request
 

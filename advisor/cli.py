@@ -207,6 +207,9 @@ def advise(
     ctx: typer.Context,
     model: options.Model = None,
     variant: options.VariantName = None,
+    model_class: options.ModelClass = None,
+    model_config: options.ModelConfig = None,
+    revision: options.Revision = None,
     resolution: options.Resolution = None,
     frames: options.Frames = None,
     seconds: options.Seconds = None,
@@ -255,9 +258,23 @@ def advise(
     if not given:
         typer.echo(ctx.get_help(), err=True)
         raise typer.Exit(BAD_USAGE)
-    if model is None:
-        raise _UsageError("--model is missing; give a name that `advise models` lists")
+    _check_model(model, model_class, model_config)
     raise typer.Exit(_answer(ctx.params))
+
+
+def _check_model(model: str | None, model_class: str | None, model_config: str | None) -> None:
+    """That a model is named, one way or the other. The option --model-class is what allows its class to be imported."""
+    if model is None and model_class is None:
+        what = (
+            f"--model-config {model_config} goes with --model-class"
+            if model_config is not None
+            else "--model is missing"
+        )
+        raise _UsageError(f"{what}; give a name that `advise models` lists, ORG/NAME, ./FOLDER, or --model-class")
+    if model_class is not None:
+        from probes import outside
+
+        outside.allow(model_class)
 
 
 def _answer(params: Mapping[str, Any]) -> int:
@@ -400,11 +417,25 @@ def _write(answer: Plan, files: Mapping[str, Path]) -> None:
 @app.command(cls=_Command)
 def batch(
     file: Annotated[str, typer.Argument(metavar="FILE", help="JSON lines, one request each; - reads standard input.")],
+    model_class: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model-class",
+            metavar="CLASS",
+            help="A class of your own, package.module:Class, that requests may name as model_class. Importing it runs its code. "
+            "May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Answers many requests: JSON lines in, JSON lines out, in the same order.
 
     A request that cannot be answered gives {"error": "..."} on its line. Exit status: 0 all answered, 1 some not.
     """
+    for reference in model_class or ():
+        from probes import outside
+
+        outside.allow(reference)
     if file == "-":
         if sys.stdin is None:
             raise WorkloadError("FILE -: standard input is closed")
@@ -478,6 +509,9 @@ def probe(
     ctx: typer.Context,
     model: options.Model = None,
     variant: options.VariantName = None,
+    model_class: options.ModelClass = None,
+    model_config: options.ModelConfig = None,
+    revision: options.Revision = None,
     resolution: options.Resolution = None,
     frames: options.Frames = None,
     seconds: options.Seconds = None,
@@ -500,8 +534,7 @@ def probe(
     refresh: options.Refresh = False,
 ) -> None:
     """Makes a model's profile, stores it and says what was found: measured on this machine's GPU, traced without one."""
-    if model is None:
-        raise _UsageError("--model is missing; give a name that `advise models` lists")
+    _check_model(model, model_class, model_config)
     from advisor import reports
     from advisor.present import detect_gpu
     from probes import store
@@ -548,6 +581,7 @@ _PlanArgument = Annotated[
 @app.command(cls=_Command)
 def verify(
     plan: _PlanArgument,
+    model_class: options.PlanModelClass = None,
     steps: Annotated[str, typer.Option("--steps", metavar="N", help="Timed training steps. Default: 8.")] = "8",
     pretrained: Annotated[
         str | None,
@@ -582,14 +616,16 @@ def verify(
     count = options.whole("steps", steps, 1, MAX_STEPS)
     options.choice("device", device, ("auto", "cpu", "cuda"))
     path = None if receipt is None else options.output_file("receipt", receipt)
-    loaded = plan_files.load(plan)
+    loaded = plan_files.load(plan, model_class=model_class)
+    for note in loaded.notes:
+        _say(f"advise: note: {note}")
     if path is not None and path == loaded.path.resolve():
         raise WorkloadError(f"--receipt {receipt} is the plan itself; give another file")
     if device == "cuda" and detect_gpu() is None:
         raise WorkloadError("--device cuda: this machine has no CUDA GPU; auto and cpu run a reduced copy on the CPU")
     from advisor import verification
 
-    with _telling() as tell:
+    with _telling() as tell, contextlib.redirect_stdout(sys.stderr):
         found = verification.verify(loaded, steps=count, pretrained=pretrained, device=device, progress=tell)
     content = found.to_json()
     if path is not None:
@@ -613,6 +649,7 @@ def verify(
 @app.command(cls=_Command)
 def run(
     plan: _PlanArgument,
+    model_class: options.PlanModelClass = None,
     steps: Annotated[
         str, typer.Option("--steps", metavar="N", help="Training steps, those before --resume included. Default: 10.")
     ] = "10",
@@ -709,7 +746,9 @@ def run(
     if metrics is not None and asked["output"] is not None and Path(metrics).absolute().parent == asked["output"]:
         asked["output"].mkdir(exist_ok=True)
     asked["metrics"] = None if metrics is None else options.output_file("metrics", metrics)
-    loaded = plan_files.load(plan)
+    loaded = plan_files.load(plan, model_class=model_class)
+    for note in loaded.notes:
+        _say(f"advise: note: {note}")
     if asked["metrics"] == loaded.path.resolve():
         raise WorkloadError(f"--metrics {metrics} is the plan itself; give another file")
     if device == "cuda" and detect_gpu() is None:
@@ -720,7 +759,8 @@ def run(
         from advisor import training
 
         try:
-            result = training.run(loaded, **asked, on_step=on_step, say=say, interruption=interruption)
+            with contextlib.redirect_stdout(sys.stderr):
+                result = training.run(loaded, **asked, on_step=on_step, say=say, interruption=interruption)
         except training.OutOfMemory as error:
             _complain(str(error))
             raise typer.Exit(NOTHING_FITS) from None

@@ -47,7 +47,52 @@ def _option(*names: str, panel: str, metavar: str | None, text: str) -> Any:
 
 Model = Annotated[
     str | None,
-    _option("--model", panel=MODEL, metavar="NAME", text="Model family, as `advise models` lists it. Required."),
+    _option(
+        "--model",
+        panel=MODEL,
+        metavar="NAME",
+        text="Model family, as `advise models` lists it; or a model outside the catalogue: ORG/NAME (a Hugging Face id, only its "
+        "config is downloaded) or ./FOLDER with a diffusers config.json. Required, unless --model-class is given.",
+    ),
+]
+ModelClass = Annotated[
+    str | None,
+    _option(
+        "--model-class",
+        panel=MODEL,
+        metavar="CLASS",
+        text="A model of your own, as package.module:Class, instead of --model. Importing the module runs its code: name only code "
+        "that you trust. Needs --model-config.",
+    ),
+]
+ModelConfig = Annotated[
+    str | None,
+    _option(
+        "--model-config",
+        panel=MODEL,
+        metavar="FILE",
+        text="For --model-class: a TOML or JSON file with its constructor arguments and, where they should not be guessed, its "
+        "inputs (docs/adding_a_model.md).",
+    ),
+]
+Revision = Annotated[
+    str | None,
+    _option(
+        "--revision",
+        panel=MODEL,
+        metavar="NAME",
+        text="Branch, tag or commit of a Hugging Face id. Default: main.",
+    ),
+]
+PlanModelClass = Annotated[
+    str | None,
+    _option(
+        "--model-class",
+        panel=MODEL,
+        metavar="CLASS",
+        text="For a plan of a class of your own: the class that it names, package.module:Class. Allows importing it, which runs "
+        "its code; without this option no plan imports code.",
+    ),
 ]
 VariantName = Annotated[
     str | None,
@@ -290,10 +335,15 @@ def workload(request: Mapping[str, Any]) -> Workload:
     Raises:
         UnknownModelError, WorkloadError: as `from_request`.
     """
+    from probes import outside
+
+    if outside.is_outside(request):
+        return from_request(request)
     try:
         catalogue.find(request.get("model", ""))
     except catalogue.UnknownModelError as error:
-        raise catalogue.UnknownModelError(str(error) if str(error).startswith("--") else f"--model: {error}") from None
+        text = str(error) if str(error).startswith("--") else f"--model: {error}"
+        raise catalogue.UnknownModelError(f"{text}; or ORG/NAME, ./FOLDER, or --model-class") from None
     try:
         return from_request(request)
     except catalogue.UnknownModelError as error:

@@ -14,7 +14,9 @@ from decision_rules.support import Executor
 from estimators.devices import DeviceKind
 from estimators.estimate import GIB, Estimate
 from estimators.schedule import Schedule
+from probes import catalogue, outside
 from probes.catalogue import UnknownModelError
+from probes.sheets import SheetError
 from probes.workload import REQUEST_KEYS, Workload, WorkloadError, from_request, reduced_copy
 
 MAX_BYTES = 16 * 2**20
@@ -47,6 +49,8 @@ class LoadedPlan:
     reasons: tuple[str, ...]
     versions: Mapping[str, str]
     """Of the packages that the plan was made with."""
+    notes: tuple[str, ...] = ()
+    """What is different now from when the plan was made."""
 
     @property
     def schedule(self) -> Schedule:
@@ -114,8 +118,12 @@ def _kind(value: Any) -> str:
     return names.get(type(value), repr(value)[:60])
 
 
-def load(path: str | Path) -> LoadedPlan:
+def load(path: str | Path, *, model_class: str | None = None) -> LoadedPlan:
     """Reads a plan file.
+
+    Args:
+        model_class: allows importing this class (``package.module:Class``) if it is the one that the plan is for. Without it
+            only classes of diffusers and of the catalogue are.
 
     Raises:
         PlanError: the file is missing, too large, not a plan, of another format or damaged; one line that says which.
@@ -136,10 +144,12 @@ def load(path: str | Path) -> LoadedPlan:
     if top.value("recommended") is None:
         raise PlanError(f"{path}: nothing fits in this plan, so it has no schedule to run")
     recommended = top.object("recommended")
+    workload = _workload(top.object("workload"))
+    notes = _check_class(path, workload.family, model_class)
     versions_found = top.object("versions")
     return LoadedPlan(
         path=path,
-        workload=_workload(top.object("workload")),
+        workload=workload,
         device_name=device.text("name"),
         device_kind=DeviceKind(device.one_of("kind", [k.value for k in DeviceKind])),
         usable_bytes=device.bytes("usable_gib"),
@@ -150,6 +160,7 @@ def load(path: str | Path) -> LoadedPlan:
         schedules=_table(top),
         reasons=recommended.texts("reasons"),
         versions={key: versions_found.text(key) for key in versions_found.content},
+        notes=notes,
     )
 
 
@@ -163,6 +174,29 @@ def _table(top: _Reader) -> tuple[Estimate, ...]:
         raise PlanError(f"{top.name}: 'schedules' must be a list, not {_kind(entries)}; {_AGAIN}")
     readers = [_Reader(top.name, entry, f"schedules[{i}]") for i, entry in enumerate(entries)]
     return tuple(_estimate(reader) for reader in readers if reader.flag("supported"))
+
+
+def _check_class(path: Path, family: catalogue.Family, allowed: str | None) -> tuple[str, ...]:
+    """Code is imported only where the user names it. Returns what has changed since the plan was made."""
+    reference = family.model_class
+    own = reference.partition(":")[0] != "diffusers" and reference not in catalogue.classes()
+    if allowed is not None and allowed != reference:
+        raise PlanError(f"{path}: --model-class {allowed}: the plan is for {reference}")
+    if not own:
+        return ()
+    if allowed is None:
+        raise PlanError(
+            f"{path}: the plan is for {reference}, and importing that runs its code; give --model-class {reference} to allow it"
+        )
+    outside.allow(reference)
+    outside.find_beside()
+    from probes.build import BuildError
+
+    try:
+        now = outside.source_digest(reference)
+    except BuildError as error:
+        raise PlanError(f"{path}: --model-class {error}") from None
+    return () if now == family.code else (f"the source of {reference} has changed since {path} was made",)
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -201,12 +235,20 @@ def _workload(stored: _Reader) -> Workload:
     reduced = stored.flag("reduced")
     height, width = stored.value("height"), stored.value("width")
     given = {k: stored.content[k] for k in REQUEST_KEYS if k in stored.content} | {"resolution": f"{width}x{height}"}
+    sheet = stored.object("sheet").content if "sheet" in stored.content else None
+    if sheet is None and outside.is_outside(given):
+        raise PlanError(
+            f"{name}: the plan's model {stored.text('model')!r} is not in the catalogue and it holds no sheet; {_AGAIN}"
+        )
     try:
         # Sizes at their default are left out: some do not apply to this kind of model. A reduced copy brings its own.
-        usual = from_request({k: given[k] for k in ("model", "variant")}).describe()
-        workload = from_request({k: v for k, v in given.items() if k not in SIZES or not (reduced or v == usual[k])})
+        usual = from_request({k: given[k] for k in ("model", "variant")}, sheet=sheet).describe()
+        asked = {k: v for k, v in given.items() if k not in SIZES or not (reduced or v == usual[k])}
+        workload = from_request(asked, sheet=sheet)
     except UnknownModelError as error:
         raise PlanError(f"{name}: {error}") from None
+    except SheetError as error:
+        raise PlanError(f"{name}: the plan's 'sheet' is not valid: {error}") from None
     except (WorkloadError, ArithmeticError, TypeError, AttributeError) as error:
         raise PlanError(f"{name}: the plan's workload is not valid here: {error}") from None
     if reduced:

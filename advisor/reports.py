@@ -622,7 +622,7 @@ def draw_profile(profile: Profile, path: Path, stored: bool, took: float, consol
                 for kind, values in profile.measured.items()
             )
         )
-    for note in profile.notes:
+    for note in (*profile.workload.family.notes, *profile.notes):
         console.print(f"note: {note}")
 
 

@@ -215,13 +215,19 @@ def verify(
     return _verify_cpu(workload, plan.schedule, steps, pretrained, say)
 
 
+def _copy(workload: Workload) -> str:
+    if workload.family.reduced.config:
+        return f"a reduced copy of {workload.model} (fewer and narrower blocks"
+    return f"a reduced copy of {workload.model} (the whole model at a smaller shape"
+
+
 def _verify_cpu(
     workload: Workload, schedule: Schedule, steps: int, pretrained: str | None, say: Callable[[str], None]
 ) -> Receipt:
     if pretrained is None:
         notes = [
-            f"no CUDA device: a reduced copy of {workload.model} (fewer and narrower blocks, {workload.resolution}, float32) runs on the "
-            "CPU; predicted and measured both are for that copy"
+            f"no CUDA device: {_copy(workload)}, {workload.resolution}, float32) runs on the CPU; predicted and measured both "
+            "are for that copy"
         ]
     else:
         notes = [f"no CUDA device: the given weights run on the CPU at {workload.resolution}, float32"]
@@ -430,7 +436,7 @@ def _receipt(
         exact=exact,
         losses=tuple(losses),
         counters=counters,
-        notes=tuple(dict.fromkeys([*notes, *estimate.notes])),
+        notes=tuple(dict.fromkeys([*workload.family.notes, *notes, *estimate.notes])),
         versions={**store.versions(), "python": platform.python_version()},
         made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         host={"system": platform.platform(), "threads": str(torch.get_num_threads())},

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import json
 import logging
+import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,10 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from probes import fused, lokr, stand_ins
+from probes import fused, lokr, outside, stand_ins
 from probes.catalogue import InputSpec
 from probes.expressions import evaluate, evaluate_all
 from probes.workload import Workload, WorkloadError
+
+MOST_ELEMENTS = 2**33
+"""No input of a model is larger."""
 
 
 class BuildError(RuntimeError):
@@ -59,16 +65,26 @@ def model_class(reference: str) -> type[nn.Module]:
     """``module:Class`` as a class.
 
     Raises:
-        BuildError: no such module or class.
+        BuildError: no such module or class; its module fails on import; or it is neither of diffusers nor of the catalogue and
+            the user has not allowed it (`outside.allow`).
     """
+    if not outside.may_import(reference):
+        raise BuildError(f"{reference}: importing it runs its code, so it has to be named with --model-class")
     module_name, _, class_name = reference.partition(":")
-    with quiet():
+    with quiet(), contextlib.redirect_stdout(sys.stderr):
         try:
-            found = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError) as error:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
             raise BuildError(f"{reference}: {error}") from None
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a user's module may fail in any way
+            raise BuildError(f"{reference}: importing {module_name} failed ({type(error).__name__}: {error})") from None
+        try:
+            found = getattr(module, class_name)
+        except (AttributeError, ImportError, RuntimeError) as error:
+            near = difflib.get_close_matches(class_name, [n for n in dir(module) if not n.startswith("_")], n=1)
+            raise BuildError(f"{reference}: {error}{f' (did you mean {near[0]}?)' if near else ''}") from None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise BuildError(f"{reference} is not a torch module class")
+        raise BuildError(f"{reference} is not a torch module class (torch.nn.Module)")
     stand_ins.install(found)
     return found
 
@@ -102,7 +118,9 @@ def build_base(workload: Workload, state: Mapping[str, torch.Tensor] | None = No
 
 def symbols(workload: Workload, model: nn.Module) -> dict[str, int]:
     """What the shape expressions of a fact sheet may name."""
-    names: dict[str, int] = {k: v for k, v in dict(getattr(model, "config", {})).items() if isinstance(v, int)}
+    settings = getattr(model, "config", None)
+    known = dict(settings) if isinstance(settings, Mapping) else config_of(workload)
+    names: dict[str, int] = {k: v for k, v in known.items() if isinstance(v, int)}
     if "out_channels" not in names and "in_channels" in names:
         names["out_channels"] = names["in_channels"]
     names |= workload.family.symbols
@@ -191,6 +209,8 @@ _FILLS = ("normal", "uniform", "timestep", "ones", "zeros", "arange", "range", "
 
 def _tensor(spec: InputSpec, names: Mapping[str, int], compute: torch.dtype, generator: Any) -> Any:
     shape = tuple(evaluate(e, names) for e in spec.shape)
+    if min(shape, default=0) < 0 or math.prod(shape) > MOST_ELEMENTS:
+        raise BuildError(f"input {spec.name}: {list(spec.shape)} is {list(shape)}, which no tensor can be here")
     dtype = compute if spec.dtype == "compute" else getattr(torch, spec.dtype)
     match spec.fill:
         case "range":

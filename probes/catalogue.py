@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
-from probes import resources
+from probes import resources, sheets
 
 
 class UnknownModelError(ValueError):
@@ -168,6 +169,10 @@ class Family:
     """Expression: one in so many entries is assumed to be selected where the model indexes by values that a trace does not
     know (expert routing: the number of experts over the number that each token takes). Empty: no such place."""
     reduced: Reduced
+    notes: tuple[str, ...] = ()
+    """For a model outside the catalogue: where it comes from and what was guessed about it."""
+    code: str = ""
+    """For a class of the user's own: digest of its source, so that a profile of other code is never taken for its."""
 
     @property
     def pixel_multiple(self) -> int:
@@ -208,14 +213,15 @@ def _pair(value: Any) -> tuple[int, int]:
     return height, width
 
 
-def _family(sheet: Mapping[str, Any]) -> Family:
+def _family(sheet: Mapping[str, Any], read: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None) -> Family:
+    read = read or without_none_text
     pixels, text = sheet.get("pixels", {}), sheet["text"]
     variants = {
         name: Variant(
             name=name,
             title=v.get("title", name),
             aliases=tuple(v.get("aliases", ())),
-            config=_config(v.get("config", {})),
+            config=read(v.get("config", {})),
             parameters=v.get("parameters"),
             text_tokens=v.get("text_tokens"),
             skip_inputs=tuple(v.get("skip_inputs", ())),
@@ -263,7 +269,7 @@ def _family(sheet: Mapping[str, Any]) -> Family:
         variants=variants,
         symbols=sheet.get("symbols", {}),
         inputs=inputs,
-        output_shape=tuple(sheet["output"]["shape"]),
+        output_shape=tuple(map(str, sheet["output"]["shape"])),
         output_stack=sheet["output"].get("stack", False),
         output_order=sheet["output"].get("order", ""),
         output_sizes=sheet["output"].get("sizes", {}),
@@ -274,15 +280,17 @@ def _family(sheet: Mapping[str, Any]) -> Family:
         lora_targets=tuple(sheet["lora"]["targets"]),
         regions=regions,
         reads_values=tracing.get("reads_values", False),
-        unknown_selection=tracing.get("unknown_selection", ""),
+        unknown_selection=str(tracing.get("unknown_selection", "")),
         reduced=Reduced(
-            config=_config(reduced.get("config", {})),
+            config=read(reduced.get("config", {})),
             resolution=reduced.get("resolution", 1),
             frames=reduced.get("frames", 1),
             text_tokens=reduced["text_tokens"],
             seconds=reduced.get("seconds", 1),
             symbols=reduced.get("symbols", {}),
         ),
+        notes=tuple(sheet.get("notes", ())),
+        code=sheet.get("code", ""),
     )
 
 
@@ -294,7 +302,7 @@ _OVERRIDES = (
 regions, tracing hints or reduced copy with the family."""
 
 
-def _config(given: Mapping[str, Any]) -> dict[str, Any]:
+def without_none_text(given: Mapping[str, Any]) -> dict[str, Any]:
     """Constructor arguments. TOML has no null: the text ``none`` stands for None."""
     return {k: None if v == "none" else v for k, v in given.items()}
 
@@ -302,17 +310,29 @@ def _config(given: Mapping[str, Any]) -> dict[str, Any]:
 def _input(name: str, spec: Mapping[str, Any]) -> InputSpec:
     return InputSpec(
         name=name,
-        shape=tuple(spec.get("shape", ())),
+        shape=tuple(map(str, spec.get("shape", ()))),
         dtype=spec.get("dtype", "compute"),
         fill=spec.get("fill", "normal"),
-        list_of=spec.get("list"),
-        start=spec.get("start", "0"),
+        list_of=None if spec.get("list") is None else str(spec["list"]),
+        start=str(spec.get("start", "0")),
         runs=tuple((str(count), str(value)) for count, value in spec.get("runs", ())),
-        grid=tuple(spec.get("grid", ())),
+        grid=tuple(map(str, spec.get("grid", ()))),
         value=spec.get("value"),
-        when=spec.get("when", "1"),
+        when=str(spec.get("when", "1")),
         needs_values=spec.get("needs_values", False),
     )
+
+
+@lru_cache(maxsize=256)
+def parse(sheet_json: str) -> Family:
+    """The family that a complete sheet, as JSON text, describes: a model outside the catalogue.
+
+    Raises:
+        SheetError: not a valid sheet.
+    """
+    sheet = json.loads(sheet_json)
+    sheets.check(sheet)
+    return _family(sheet, dict)
 
 
 @cache
@@ -327,6 +347,10 @@ def _sheets() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def _specialised(name: str, variant: str) -> Family:
+    return _family(_merged(name, variant))
+
+
+def _merged(name: str, variant: str) -> dict[str, Any]:
     sheet = dict(_sheets()[name])
     own = sheet["variants"][variant]
     if "class" in own:
@@ -338,7 +362,18 @@ def _specialised(name: str, variant: str) -> Family:
             sheet[key] = {**base, **given} if isinstance(given, dict) else given
             if key == "reduced" and "config" in given:
                 sheet[key]["config"] = {**base.get("config", {}), **given["config"]}
-    return _family(sheet)
+    return sheet
+
+
+def specialised_sheet(name: str, variant: str) -> Mapping[str, Any]:
+    """The raw sheet of a family as one of its variants is."""
+    return _merged(name, variant)
+
+
+@cache
+def classes() -> frozenset[str]:
+    """Every ``module:Class`` that the catalogue uses."""
+    return frozenset(f.of(v).model_class for f in families().values() for v in f.variants)
 
 
 @cache

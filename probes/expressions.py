@@ -16,6 +16,9 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
+MOST_REPEATS = 100_000
+
+
 class ExpressionError(ValueError):
     """Not arithmetic over the given names."""
 
@@ -44,7 +47,9 @@ def evaluate(text: str, names: Mapping[str, Any]) -> int:
 
     try:
         return value(ast.parse(text, mode="eval").body)
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        if isinstance(error, ExpressionError):
+            raise
         raise ExpressionError(f"{text!r} is not an expression") from None
     except ZeroDivisionError:
         raise ExpressionError(f"{text!r} divides by zero") from None
@@ -64,7 +69,10 @@ def evaluate_all(value: Any, names: Mapping[str, Any]) -> Any:
             found: list[Any] = []
             for v in value:
                 if isinstance(v, dict) and v.keys() == {"repeat", "of"}:
-                    found += [evaluate_all(v["of"], names)] * evaluate(v["repeat"], names)
+                    times = evaluate(v["repeat"], names)
+                    if times > MOST_REPEATS:
+                        raise ExpressionError(f"{v['repeat']!r} repeats {times} times; at most {MOST_REPEATS}")
+                    found += [evaluate_all(v["of"], names)] * times
                 else:
                     found.append(evaluate_all(v, names))
             return found if any(isinstance(v, (list, tuple, dict)) for v in found) else tuple(found)

@@ -410,7 +410,7 @@ def _calls(workload: Workload, target: Target, way: traced.Way, thinned: bool) -
         job.model.train()
         watcher = _Watcher(job.model, structure, kept)
         functions = CudaFunctions(target) if target.kind == "cuda" else contextlib.nullcontext()
-        with watcher, known or contextlib.nullcontext(), traced._meta_autocast(), functions:
+        with watcher, known or contextlib.nullcontext(), traced.meta_autocast(), functions:
             forward_loss(job)
     return watcher.one_of_each_kind()
 

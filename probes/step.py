@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from probes.build import Job
+from probes.build import BuildError, Job
 
 
 def predict(job: Job) -> Any:
-    """The model's prediction under the job's autocast: a tensor, or one tensor a head where token ids are predicted."""
+    """The model's prediction under the job's autocast: a tensor, or one tensor a head where token ids are predicted.
+
+    Raises:
+        BuildError: the forward returns something that has no first output.
+    """
     device = job.target.device.type
     context = torch.autocast(device, job.autocast) if job.autocast is not None else contextlib.nullcontext()
+    cls: Any = type(job.model)
+    extra = {"return_dict": False} if _takes_return_dict(cls) else {}
     with context:
-        output = job.model(**job.inputs, return_dict=False)
+        output = job.model(**job.inputs, **extra)
         if not isinstance(output, torch.Tensor):
-            output = output[0]
+            try:
+                output = output[0]
+            except (KeyError, IndexError, TypeError):
+                raise BuildError(
+                    f"{cls.__name__}.forward returns a {type(output).__name__}; it must return a tensor, or a tuple that "
+                    "begins with one"
+                ) from None
         return torch.stack(list(output)) if job.output_stack else output
+
+
+@cache
+def _takes_return_dict(cls: Any) -> bool:
+    parameters = inspect.signature(cls.forward).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return "return_dict" in parameters or (anything and cls.__module__.startswith("diffusers."))
 
 
 def forward_loss(job: Job) -> torch.Tensor:

@@ -12,6 +12,7 @@ import importlib.metadata
 import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -72,7 +73,7 @@ def _code() -> str:
 def key(workload: Workload, target: str, source: str) -> str:
     """Name of the profile of a workload; options that do not change the tape (optimizer, alpha) do not enter."""
     plain = dataclasses.asdict(dataclasses.replace(workload, optimizer="", alpha=0.0, caption_tokens=0))
-    sheet = resources.text(f"families/{workload.model}.toml")
+    sheet = "" if workload.sheet_json else resources.text(f"families/{workload.model}.toml")
     parts = {
         "format": FORMAT,
         "workload": plain,
@@ -83,7 +84,8 @@ def key(workload: Workload, target: str, source: str) -> str:
         "code": _code(),
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return f"{workload.model}-{workload.variant}-{digest[:24]}"
+    name = re.sub(r"[^\w.-]+", "_", f"{workload.model}-{workload.variant}", flags=re.ASCII).lstrip(".")
+    return f"{name[:80]}-{digest[:24]}"
 
 
 def atomic_write(path: Path, content: bytes) -> None:

@@ -182,7 +182,7 @@ def _trace(
         leaves = [t for t in [*pytree.tree_leaves(job.inputs), job.target] if isinstance(t, torch.Tensor)]
         input_bytes = tuple(t.untyped_storage().nbytes() for t in leaves)
         functions = CudaFunctions(target) if target.kind == "cuda" else contextlib.nullcontext()
-        with known or contextlib.nullcontext(), recorder, _meta_autocast():
+        with known or contextlib.nullcontext(), recorder, meta_autocast():
             with functions, recorder.saved_tensors():
                 loss = forward_loss(job)
             backward_start = recorder.now
@@ -230,7 +230,7 @@ def _assumptions(workload: Workload, known: stand_ins.KnownValues | None) -> tup
 
 
 @contextlib.contextmanager
-def _meta_autocast() -> Iterator[None]:
+def meta_autocast() -> Iterator[None]:
     """Lets `torch.autocast` take the device type ``meta``: it then sets the CPU's state, which `CudaFunctions` reads."""
     original = torch.autocast
 

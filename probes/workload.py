@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -119,10 +120,14 @@ class Workload:
     """Reference images a sample, for edit models; else 0."""
     config_json: str = ""
     """Constructor arguments as JSON text, where they come from given weights instead of the catalogue."""
+    sheet_json: str = ""
+    """The complete fact sheet as JSON text, for a model outside the catalogue; else empty."""
 
     @property
     def family(self) -> catalogue.Family:
         """As the variant is."""
+        if self.sheet_json:
+            return catalogue.parse(self.sheet_json)
         return catalogue.find(self.model).of(self.variant)
 
     @property
@@ -136,6 +141,8 @@ class Workload:
         out["lora_targets"] = list(self.lora_targets)
         out["resolution"] = self.resolution
         del out["config_json"]
+        if sheet := out.pop("sheet_json"):
+            out["sheet"] = json.loads(sheet)
         return out
 
 
@@ -268,6 +275,9 @@ def _references(value: Any, family: catalogue.Family, variant: str) -> int:
 
 REQUEST_KEYS = (
     "model",
+    "model_class",
+    "model_config",
+    "revision",
     "variant",
     "resolution",
     "frames",
@@ -291,17 +301,31 @@ REQUEST_KEYS = (
 )
 
 
-def from_request(request: Mapping[str, Any]) -> Workload:
+def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None = None) -> Workload:
     """Checks a request (the command's options, or one line of ``advise batch``) and fills in the defaults.
+
+    Args:
+        sheet: the model's complete fact sheet (of a plan file); what the request says about model and variant is not read then.
 
     Raises:
         UnknownModelError: no such model or variant.
         WorkloadError: a value out of range; NotYetError where the value is valid but cannot be estimated yet.
+        SheetError: `sheet` is not valid.
     """
     get = {k: v for k, v in request.items() if v is not None}.get
-    family = catalogue.find(get("model", ""))
-    variant = family.variant(get("variant"))
-    family = family.of(variant.name)
+    sheet_json = ""
+    if sheet is None:
+        from probes import outside
+
+        sheet = outside.sheet_of(request) if outside.is_outside(request) else None
+    if sheet is not None:
+        sheet_json = json.dumps(sheet, sort_keys=False, separators=(",", ":"))
+        family = catalogue.parse(sheet_json)
+        variant = family.variant(None)
+    else:
+        family = catalogue.find(get("model", ""))
+        variant = family.variant(get("variant"))
+        family = family.of(variant.name)
     height, width = family.default_resolution
     if (size := get("resolution")) is not None:
         if family.kind == "audio":
@@ -358,6 +382,7 @@ def from_request(request: Mapping[str, Any]) -> Workload:
         references=_references(get("references"), family, variant.name),
         lokr_factor=_lokr_factor(get("lokr_factor", 16)),
         lokr_full_matrix=_yes_no("lokr-full-matrix", get("lokr_full_matrix", False)),
+        sheet_json=sheet_json,
     )
     _check_supported(workload)
     return workload
