@@ -224,7 +224,7 @@ _TEXT = ("encoder_hidden_states", "context", "text", "caption", "cap_feats", "pr
 _TIME = ("timestep", "timesteps", "t", "time", "sigma", "sigmas", "noise_level", "timestep_r", "r_timestep")
 _LEFT_OUT = re.compile(r"kwargs$|^return_|cache|residual|control|block_samples|lora|^args$")
 _TEXT_DIM = re.compile(
-    r"cross_attention_dim|joint_attention_dim|text_embed|text_dim|text_hidden|caption|encoder_hid|context|cap_feat|txt|prompt|cond_dim"
+    r"cross_attention_dim|joint_attention_dim|text_|caption|encoder_hid|context|cap_feat|txt|prompt|cond_dim"
 )
 
 
@@ -272,8 +272,8 @@ class _Search:
         return 2 ** (len(levels) - 1) if isinstance(levels, list) else 2
 
     def _pixels(self, video: bool, factor: int, patch: int) -> dict[str, Any]:
-        height = self._first("sample_height", "sample_size", "height", "latent_height")
-        width = self._first("sample_width", "sample_size", "width", "latent_width")
+        height = self._first("sample_height", "sample_size", "latent_height")
+        width = self._first("sample_width", "sample_size", "latent_width")
         size = self.settings.get("sample_size")
         if isinstance(size, list) and len(size) == 2 and all(isinstance(s, int) for s in size):
             height, width = size
@@ -359,7 +359,9 @@ class _Search:
     def _text_dims(self, argument: str) -> list[str]:
         suffix = next((s for s in ("_t5", "_2", "_3") if argument.endswith(s)), "")
         names = [
-            n for n in self.ints if _TEXT_DIM.search(n) and not re.search(r"pooled|length|len$|num|layers|theta", n)
+            n
+            for n in self.ints
+            if _TEXT_DIM.search(n) and not re.search(r"pooled|length|len$|num|layers|theta|tokens|seq", n)
         ]
         names.sort(key=lambda n: n.endswith(suffix) if suffix else not re.search(r"_t5$|_[23]$", n), reverse=True)
         if "image" in argument:
@@ -583,6 +585,8 @@ def inferred(reference: str, own: Mapping[str, Any], who: str, label: str, sched
         sheet["output"] = {**sheet.get("output", {}), "shape": _output(search, sheet, known_values, who)}
         if "output" not in own and "inputs" in own:
             notes.append(f"guessed: output [{', '.join(sheet['output']['shape'])}]")
+    if not {"vae_factor", "patch"} & own.get("pixels", {}).keys():
+        _granularity(search, sheet, known_values, notes)
     training = dict(sheet.get("training", {}))
     if "objective" not in training:
         training["objective"], why = _objective(cls, scheduler)
@@ -717,7 +721,8 @@ def _output(search: _Search, sheet: Mapping[str, Any], known_values: bool, who: 
     multiple = family.pixel_multiple
     changes: list[dict[str, Any]] = [{}]
     if family.kind != "audio":
-        changes.append({"resolution": f"{first.width + multiple}x{first.height + 2 * multiple}", "batch": 3})
+        # far enough apart, and in steps coarse enough for any patch
+        changes.append({"resolution": f"{first.width + 16 * multiple}x{first.height + 32 * multiple}", "batch": 3})
         if family.kind == "video":
             changes[-1]["frames"] = first.frames + family.temporal_factor
     changes.append({"batch": 3})
@@ -746,6 +751,30 @@ def _output(search: _Search, sheet: Mapping[str, Any], known_values: bool, who: 
         else:
             raise InferenceError(f"{who}: the output's shape {points[0][0]} follows from no input; {DECLARE}")
     return out
+
+
+def _granularity(search: _Search, sheet: dict[str, Any], known_values: bool, notes: list[str]) -> None:
+    """Makes the steps of width and height coarser where the model rounds finer ones (a patch that no config names)."""
+    if "pixels" not in sheet:
+        return
+    first = search.workload(sheet)
+    for patch in (1, 2, 4, 8, 16, 32):
+        trial = dict(sheet)
+        trial["pixels"] = {**sheet["pixels"], "patch": sheet["pixels"].get("patch", 1) * patch}
+        step = trial["pixels"]["vae_factor"] * trial["pixels"]["patch"]
+        sides = [-(-side // step) * step + step for side in (first.width, first.height)]
+        asked = {"resolution": f"{sides[0]}x{sides[1]}"}
+        shape = search.try_one(trial, known_values, **asked)
+        if shape is None:
+            continue
+        names = build.symbols(search.workload(trial, **asked), search.model)
+        if shape == tuple(evaluate(str(e), names) for e in sheet["output"]["shape"]):
+            if patch > 1:
+                sheet["pixels"] = trial["pixels"]
+                notes.append(f"guessed: width and height in multiples of {step} pixels")
+                usual = [-(-s // step) * step for s in (first.width, first.height)]
+                sheet["pixels"]["default_resolution"] = f"{usual[0]}x{usual[1]}"
+            return
 
 
 def _objective(cls: type, scheduler: str | None) -> tuple[str, str]:
