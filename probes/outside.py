@@ -20,8 +20,6 @@ from typing import Any
 from probes import catalogue, hub, sheets
 from probes.workload import WorkloadError
 
-SHEET_FORMAT = 1
-"""Raise when sheets are made otherwise."""
 MOST_BYTES = 2**20
 
 _allowed: set[str] = set()
@@ -145,7 +143,7 @@ def _kept(parts: list[Any], make: Any) -> dict[str, Any]:
     """A sheet from the cache, or made now and stored. The cache is data, and checked like any sheet."""
     from probes import store
 
-    facts = {"format": SHEET_FORMAT, "versions": store.versions(), "parts": parts}
+    facts: dict[str, Any] = {"code": store.code_digest(), "versions": store.versions(), "parts": parts}
     facts["sheets"] = [catalogue.specialised_sheet(f, v) for f, v in parts[3]]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
     name = f"sheet-{digest}.json"

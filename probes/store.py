@@ -60,7 +60,7 @@ def _versions() -> dict[str, str]:
 
 
 @cache
-def _code() -> str:
+def code_digest() -> str:
     """Digest of everything here that makes a profile: this package's modules and the facts about quantised linears."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
@@ -81,7 +81,7 @@ def key(workload: Workload, target: str, source: str) -> str:
         "source": source,
         "versions": versions(),
         "sheet": sheet,
-        "code": _code(),
+        "code": code_digest(),
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     name = re.sub(r"[^\w.-]+", "_", f"{workload.model}-{workload.variant}", flags=re.ASCII).lstrip(".")
