@@ -120,7 +120,7 @@ def _json(source: str, path: Path, name: str) -> dict[str, Any]:
     except OSError as error:
         raise WorkloadError(f"--model {source}: {name} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError):
-        raise WorkloadError(f"--model {source}: {name} is not JSON text") from None
+        raise WorkloadError(f"--model {source}: {name} is not JSON text ({path})") from None
     if not isinstance(content, dict):
         raise WorkloadError(f"--model {source}: {name} is not a JSON object")
     return content

@@ -73,7 +73,18 @@ def code_digest() -> str:
 def key(workload: Workload, target: str, source: str) -> str:
     """Name of the profile of a workload; options that do not change the tape (optimizer, alpha) do not enter."""
     plain = dataclasses.asdict(dataclasses.replace(workload, optimizer="", alpha=0.0, caption_tokens=0))
-    sheet = "" if workload.sheet_json else resources.text(f"families/{workload.model}.toml")
+    sheet: Any
+    name = workload.model
+    if workload.sheet_json:
+        sheet = json.loads(plain.pop("sheet_json"))
+        label = sheet.pop("default_variant")
+        sheet = {k: v for k, v in sheet.items() if k not in ("notes", "source", "title", "variants")} | {
+            "variant": sheet["variants"][label]
+        }
+        del plain["variant"]  # where the config was found
+    else:
+        sheet = resources.text(f"families/{workload.model}.toml")
+        name = f"{name}-{workload.variant}"
     parts = {
         "format": FORMAT,
         "workload": plain,
@@ -84,7 +95,7 @@ def key(workload: Workload, target: str, source: str) -> str:
         "code": code_digest(),
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    name = re.sub(r"[^\w.-]+", "_", f"{workload.model}-{workload.variant}", flags=re.ASCII).lstrip(".")
+    name = re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII).lstrip(".")
     return f"{name[:80]}-{digest[:24]}"
 
 
