@@ -17,7 +17,8 @@ DTYPES = (
 )  # fmt: skip
 FILLS = ("normal", "uniform", "timestep", "ones", "zeros", "arange", "range", "runs", "grid", "axes")
 KINDS = ("image", "video", "audio")
-OBJECTIVES = ("flow", "epsilon", "tokens")
+OBJECTIVES = ("flow", "epsilon", "velocity", "tokens")
+NOISES = ("linear", "scaled_linear", "cosine")
 PADDINGS = ("max_length", "longest")
 CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 """``package.module:Class``."""
@@ -26,10 +27,11 @@ LARGEST = 2**31
 MOST_ENTRIES = 2000
 LONGEST_TEXT = 4000
 LARGEST_SETTING = 20_000_000
-"""Whole numbers in a config; the largest that models have are rotary bases and vocabularies."""
+"""Whole numbers in a config that may be sizes; the largest that models have are vocabularies."""
 MOST_BLOCKS = 10_000
 LARGEST_SIDE = 16_384
 _DEPTH = re.compile(r"(^|_)(layers?|depths?|blocks?|stages?)(_|$)")
+_NO_SIZE = re.compile(r"theta|base|scale|factor")
 _SIDE = re.compile(r"(^|_)(sample|image|input|latent)_(size|height|width)$")
 
 
@@ -51,6 +53,11 @@ def _whole(least: int, most: int = LARGEST) -> Check:
             raise _fail(where, f"a whole number from {least} to {most}", value)
 
     return check
+
+
+def _fraction(where: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise _fail(where, "a number between 0 and 1", value)
 
 
 def _text(where: str, value: Any) -> None:
@@ -174,7 +181,8 @@ def config(where: str, value: Any, depth: int = 0) -> None:
             raise _fail(where, "a finite number", value)
     elif isinstance(value, int) and not isinstance(value, bool):
         name = where.rpartition(".")[2]
-        most = MOST_BLOCKS if _DEPTH.search(name) else LARGEST_SIDE if _SIDE.search(name) else LARGEST_SETTING
+        most = LARGEST if _NO_SIZE.search(name) else LARGEST_SETTING
+        most = MOST_BLOCKS if _DEPTH.search(name) else LARGEST_SIDE if _SIDE.search(name) else most
         if abs(value) > most:
             raise SheetError(f"{where!r} is {value}; no model has more than {most}")
     elif value is not None and not isinstance(value, bool):
@@ -213,8 +221,13 @@ TABLES: dict[str, Check] = {
     "references": _of({"default": _whole(0, 100), "most": _whole(0, 100)}),
     "text": _of({"tokens": _whole(1, 1_000_000), "padding": _one_of(PADDINGS)}),
     "inputs": _table(_INPUT),
-    "output": _of({"shape": _list(_expression), "stack": _flag}),
-    "training": _of({"objective": _one_of(OBJECTIVES), "reversed": _flag, "max_batch": _whole(1)}),
+    "output": _of({"shape": _list(_expression), "stack": _flag, "order": _text, "sizes": _SYMBOLS}),
+    "training": _of(
+        {
+            "objective": _one_of(OBJECTIVES), "reversed": _flag, "negated": _flag, "max_batch": _whole(1),
+            "noise": _of({"kind": _one_of(NOISES), "start": _fraction, "end": _fraction, "steps": _whole(1, 100_000)}),
+        }
+    ),
     "lora": _of({"targets": _list(_text)}),
     "regions": _table(_REGIONS),
     "tracing": _of({"reads_values": _flag, "unknown_selection": _expression}),

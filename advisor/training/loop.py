@@ -129,7 +129,7 @@ def run(
     if checkpoint is not None and checkpoint.step > steps:
         raise WorkloadError(f"--steps {steps}: {checkpoint.path} is at step {checkpoint.step} already; give more steps")
     use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    notes: list[str] = []
+    notes: list[str] = list(plan.workload.family.notes)
     if checkpoint is not None:
         notes.append(f"resumed from {checkpoint.path}, step {checkpoint.step}")
         if checkpoint.settings["lr"] != settings["lr"]:
