@@ -28,7 +28,7 @@ from probes.step import predict
 from probes.traced import meta_autocast
 from probes.workload import Workload, WorkloadError, from_request
 
-MOST_MODULES = 100_000
+MOST_MODULES = 50_000
 BUILD_SECONDS = 60.0
 SEARCH_SECONDS = 45.0
 MOST_TRIES = 400

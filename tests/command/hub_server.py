@@ -33,7 +33,9 @@ class Hub:
         self.files.setdefault(repository, {})[name] = raw
 
     def downloaded(self) -> list[str]:
-        return [path.split("/resolve/")[1].partition("/")[2] for method, path in self.asked if method == "GET"]
+        """The files that were fetched (the client also asks the API about itself)."""
+        fetched = [path for method, path in self.asked if method == "GET" and "/resolve/" in path]
+        return [path.split("/resolve/")[1].partition("/")[2] for path in fetched]
 
 
 @contextmanager

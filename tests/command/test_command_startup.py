@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from command_helpers import SMALL, environment
 
-HEAVY = ("torch", "numpy", "pandas", "diffusers", "peft", "transformers", "pydantic")
+HEAVY = ("torch", "huggingface_hub", "numpy", "pandas", "diffusers", "peft", "transformers", "pydantic")
 OPTIONS = (
-    *("model", "variant", "resolution", "frames", "batch", "caption-tokens"),
+    *("model", "variant", "model-class", "model-config", "revision", "resolution", "frames", "batch", "caption-tokens"),
     *("adapter", "rank", "alpha", "lora-targets", "lora-dropout", "lokr-factor", "precision", "optimizer"),
     *("attention", "fuse-qkv", "compile", "weights-offload", "executor", "objective"),
     *("gpu", "vram", "headroom", "host-ram", "json", "export", "plan", "version"),
