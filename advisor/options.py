@@ -97,7 +97,11 @@ PlanModelClass = Annotated[
 VariantName = Annotated[
     str | None,
     _option(
-        "--variant", panel=MODEL, metavar="NAME", text="Variant of the family. Default: the family's first choice."
+        "--variant",
+        panel=MODEL,
+        metavar="NAME",
+        text="Variant of the family; for ORG/NAME or ./FOLDER the one whose text length, inputs and default size are used. "
+        "Default: the family's first choice, or the one that the config is nearest to.",
     ),
 ]
 Resolution = Annotated[

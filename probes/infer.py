@@ -579,8 +579,10 @@ def inferred(reference: str, own: Mapping[str, Any], who: str, label: str, sched
         sheet, [thin, model] if thinning.find_runs(model, structure) else [model], who, own, notes
     )
     known_values = bool(sheet.get("tracing", {}).get("reads_values"))
-    if text_guessed and any("T" in map(str, s.get("shape", ())) for s in sheet["inputs"].values()):
+    if text_guessed and any(re.search(r"\bT\b", str(leaf)) for s in sheet["inputs"].values() for leaf in _leaves(s)):
         notes.append(f"guessed: text of up to {sheet['text']['tokens']} tokens")
+    elif text_guessed:
+        sheet["text"] = {**sheet["text"], "tokens": 1}
     if "shape" not in sheet.get("output", {}):
         sheet["output"] = {**sheet.get("output", {}), "shape": _output(search, sheet, known_values, who)}
         if "output" not in own and "inputs" in own:
