@@ -319,8 +319,10 @@ def device_job(
     Args:
         state: weights of the base; None: small random values, which cost the same memory and time.
     """
+    from accelerate import init_empty_weights
+
     torch.manual_seed(seed)
-    with torch.device("meta"):
+    with init_empty_weights(include_buffers=False):  # buffers and other tables are computed, not loaded
         model = build_base(workload)
     inject_adapter(model, workload)
     with torch.no_grad():
@@ -335,6 +337,8 @@ def device_job(
                     given = _given(name.replace(".base_layer", ""), state) if state is not None else None
                     if given is not None:
                         data.copy_(given)
+                    elif not t.is_meta:
+                        data.copy_(t)
                     elif data.is_floating_point() and isinstance(t, nn.Parameter):
                         data.normal_(std=0.02)
                     else:
