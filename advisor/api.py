@@ -24,10 +24,22 @@ from probes.structure import Structure
 from probes.workload import REQUEST_KEYS, Workload, WorkloadError, from_request
 
 PLAN_FORMAT = 1
+RIVALS = 4
+"""How many of the largest buckets are evaluated."""
 
 
 class PlanError(ValueError):
     """A plan file cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class BucketPeak:
+    """What one aspect bucket needs with the plan's schedule (the smallest one, where nothing fits)."""
+
+    bucket: str
+    peak: int
+    """Allocated bytes."""
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,8 @@ class Plan:
     choice: Choice
     warnings: tuple[str, ...]
     versions: Mapping[str, str]
+    buckets: tuple[BucketPeak, ...] = ()
+    """Of the workload's buckets those that were evaluated, the worst one (which the plan is for) first. Empty: only one size."""
 
     @property
     def recommended(self) -> Estimate | None:
@@ -90,7 +104,14 @@ class Plan:
             "faster": None if self.choice.faster is None else self.choice.faster.schedule.name,
             "warnings": list(self.warnings),
             "versions": dict(self.versions),
+            **self._buckets_json(),
         }
+
+    def _buckets_json(self) -> dict[str, Any]:
+        if not self.buckets:
+            return {}
+        evaluated = [{"bucket": b.bucket, "peak_gib": round(b.peak / GIB, 4), "fits": b.fits} for b in self.buckets]
+        return {"buckets": {"worst": self.buckets[0].bucket, "all": len(self.workload.buckets), "evaluated": evaluated}}
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, whole or not at all.
@@ -166,8 +187,7 @@ class Session:
         self._replays: dict[tuple[Any, ...], Replay] = {}
 
     def _profile(self, workload: Workload, device: Device) -> tuple[tuple[Any, ...], Profile, tuple[str, ...]]:
-        traced = dataclasses.replace(workload, optimizer="", alpha=0.0, caption_tokens=0)
-        key = (traced, device.kind is DeviceKind.CPU, (device.capability or (8, 0)) >= (8, 0))
+        key = (workload.traced(), device.kind is DeviceKind.CPU, (device.capability or (8, 0)) >= (8, 0))
         if key not in self._profiles:
             if len(self._profiles) >= 64:
                 oldest = next(iter(self._profiles))
@@ -190,27 +210,93 @@ class Session:
         host_ram: int | None = None,
         schedules: Sequence[Schedule] | None = None,
     ) -> Plan:
-        """Estimates every schedule (or the given ones) and chooses.
+        """Estimates every schedule (or the given ones) and chooses. Of several aspect buckets, for the one that needs most.
 
         Raises:
             TraceError, WorkloadError, ScheduleError: the request cannot be answered.
         """
+
+        def plan_for(sized: Workload) -> Plan:
+            return self._plan(sized, device, executor, objective, headroom, host_ram, schedules)
+
+        if len(workload.buckets) < 2:
+            return plan_for(workload)
+        rivals = workload.largest_buckets(RIVALS)
+        chosen, tried = 0, {0: plan_for(rivals[0])}
+        while True:
+            answer = tried[chosen]
+            judged = answer.recommended or min(
+                (e for e in answer.schedules if e.supported), key=lambda e: e.peak, default=None
+            )
+            if judged is None:
+                return answer
+            needs = []
+            for i, rival in enumerate(rivals):
+                e = judged if i == chosen else self._one(rival, device, executor, judged.schedule, headroom, host_ram)
+                needs.append(BucketPeak(rival.bucket, e.peak, e.fits))
+            worst = max(range(len(rivals)), key=lambda i: (not needs[i].fits, needs[i].peak, i == chosen))
+            if worst == chosen or worst in tried:
+                break
+            chosen, tried[worst] = worst, plan_for(rivals[worst])
+        order = sorted(needs, key=lambda n: (n is not needs[chosen], n.fits, -n.peak))
+        return dataclasses.replace(
+            answer, buckets=tuple(order), warnings=(*answer.warnings, *_bucket_notes(workload, order, judged.schedule))
+        )
+
+    def _one(
+        self,
+        workload: Workload,
+        device: Device,
+        executor: Executor,
+        schedule: Schedule,
+        headroom: int,
+        host_ram: int | None,
+    ) -> Estimate:
+        """One supported schedule of one workload."""
+        _, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
+        verdict = check(executor, workload.model, estimator.profile.structure, schedule)
+        found = estimator.estimate(verdict.effective)
+        save()
+        return found
+
+    def _estimator(
+        self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None
+    ) -> tuple[tuple[str, ...], Estimator, Callable[[], None]]:
+        """(warnings about the profile, an estimator, what stores its allocator simulations)."""
         key, profile, warnings = self._profile(workload, device)
-        family = workload.model
-        meaning = semantics(executor, family)
         cache_name = f"{store.key(workload, profile.target, profile.source)}.reserved.json"
         reserved = store.read_small(cache_name)
         known = len(reserved)
         estimator = Estimator(
             profile,
             device,
-            meaning,
+            semantics(executor, workload.model),
             headroom=headroom,
             host_ram=host_ram,
             reserved_cache=reserved,
             replay=self._replays.get(key),
         )
         self._replays[key] = estimator.replay
+
+        def save() -> None:
+            if len(reserved) != known:
+                store.write_small(cache_name, reserved)
+
+        return warnings, estimator, save
+
+    def _plan(
+        self,
+        workload: Workload,
+        device: Device,
+        executor: Executor,
+        objective: Objective,
+        headroom: int,
+        host_ram: int | None,
+        schedules: Sequence[Schedule] | None,
+    ) -> Plan:
+        """`plan` for the workload's own size."""
+        warnings, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
+        profile, family = estimator.profile, workload.model
         wanted = list(schedules) if schedules is not None else candidates(executor, family, profile.structure)
         estimates: list[Estimate] = []
         for schedule in wanted:
@@ -220,8 +306,7 @@ class Session:
                 continue
             found = estimator.estimate(verdict.effective, notes=verdict.notes)
             estimates.append(dataclasses.replace(found, schedule=schedule))
-        if len(reserved) != known:
-            store.write_small(cache_name, reserved)
+        save()
         notes = [*workload.family.notes, *warnings, *profile.notes]
         if device.note:
             notes.append(device.note)
@@ -237,6 +322,23 @@ class Session:
             warnings=tuple(dict.fromkeys(notes)),
             versions=profile.versions,
         )
+
+
+def _bucket_notes(workload: Workload, needs: Sequence[BucketPeak], schedule: Schedule) -> tuple[str, ...]:
+    """What a plan for several buckets says about them."""
+    worst, *others = needs
+    shown = ", ".join(f"{n.bucket} {n.peak / GIB:.2f}" for n in others)
+    rest = len(workload.buckets) - len(needs)
+    text = f"planned for {worst.bucket}, the worst of {len(workload.buckets)} buckets: {worst.peak / GIB:.2f} GiB with {schedule.name}"
+    if shown:
+        text += f" ({shown})"
+    if rest:
+        text += f"; the other {rest} are those turned or smaller"
+    return (
+        text,
+        "changing buckets leaves cached memory of other shapes in the allocator; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+        "keeps that small",
+    )
 
 
 def plan(

@@ -35,8 +35,9 @@ _TEXTS = (
     "gpu",
     "executor",
     "objective",
+    "text_padding",
 )
-_FLAGS = ("fuse_qkv", "lokr_full_matrix")
+_FLAGS = ("fuse_qkv", "lokr_full_matrix", "cfg_batch")
 _NUMBERS = ("vram", "headroom", "host_ram", "lokr_factor")
 
 

@@ -190,7 +190,8 @@ def _telling() -> Iterator[Callable[[str], None]]:
 def _session(workload: Workload, *, refresh: bool = False) -> Session:
     from advisor.api import Session
 
-    text = f"tracing {workload.model} {workload.variant} {workload.resolution} (once; the profile is kept)"
+    size = f"one of {len(workload.buckets)} buckets" if len(workload.buckets) > 1 else workload.resolution
+    text = f"tracing {workload.model} {workload.variant} {size} (once; the profile is kept)"
     return Session(refresh=refresh, progress=lambda: _busy(text))
 
 
@@ -211,11 +212,16 @@ def advise(
     model_config: options.ModelConfig = None,
     revision: options.Revision = None,
     resolution: options.Resolution = None,
+    buckets: options.Buckets = None,
+    aspect_buckets: options.AspectBuckets = None,
+    bucket_step: options.BucketStep = None,
     frames: options.Frames = None,
     seconds: options.Seconds = None,
     references: options.References = None,
     batch: options.Batch = None,
+    cfg_batch: options.CfgBatch = False,
     caption_tokens: options.CaptionTokens = None,
+    text_padding: options.TextPadding = None,
     adapter: options.Adapter = None,
     rank: options.Rank = None,
     alpha: options.Alpha = None,
@@ -252,7 +258,8 @@ def advise(
     given = [name for name in ctx.params if str(getattr(ctx.get_parameter_source(name), "name", "")) == "COMMANDLINE"]
     if ctx.invoked_subcommand is not None:
         if given:
-            option = "--json" if given[0] == "as_json" else f"--{given[0].replace('_', '-')}"
+            spelling = {"as_json": "json", "buckets": "bucket"}.get(given[0], given[0].replace("_", "-"))
+            option = f"--{spelling}"
             raise _UsageError(f"{option} goes after the command {ctx.invoked_subcommand!r}, or without a command")
         return
     if not given:
@@ -517,7 +524,9 @@ def probe(
     seconds: options.Seconds = None,
     references: options.References = None,
     batch: options.Batch = None,
+    cfg_batch: options.CfgBatch = False,
     caption_tokens: options.CaptionTokens = None,
+    text_padding: options.TextPadding = None,
     adapter: options.Adapter = None,
     rank: options.Rank = None,
     alpha: options.Alpha = None,

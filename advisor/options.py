@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 OBJECTIVES = ("ladder", "fastest", "smallest")
 MAX_GIB = 65536.0
 
-NUMBERS = ("frames", "seconds", "references", "batch", "caption_tokens", "rank", "alpha", "lora_dropout", "lokr_factor")
+NUMBERS = (
+    "frames", "seconds", "references", "batch", "caption_tokens", "rank", "alpha", "lora_dropout", "lokr_factor",
+    "aspect_buckets", "bucket_step",
+)  # fmt: skip
 """The request's keys whose values are numbers."""
 
 MODEL, TRAINING, EXECUTION, DEVICE, OUTPUT = "Model", "Training", "Execution", "Device", "Output"
@@ -113,6 +116,33 @@ Resolution = Annotated[
         text="Training size in pixels: 1024, or 832x480 (width x height). Default: the model's own.",
     ),
 ]
+Buckets = Annotated[
+    list[str] | None,
+    _option(
+        "--bucket",
+        panel=MODEL,
+        metavar="PIXELS",
+        text="An aspect bucket, 832x1216 (video: or 832x480x81 with frames); give it once for each. The plan is for the worst.",
+    ),
+]
+AspectBuckets = Annotated[
+    str | None,
+    _option(
+        "--aspect-buckets",
+        panel=MODEL,
+        metavar="EDGE",
+        text="The usual buckets of about EDGE x EDGE pixels, sides from half to twice EDGE. The plan is for the worst.",
+    ),
+]
+BucketStep = Annotated[
+    str | None,
+    _option(
+        "--bucket-step",
+        panel=MODEL,
+        metavar="PIXELS",
+        text="Sides of --aspect-buckets are multiples of this. Default: 64.",
+    ),
+]
 Frames = Annotated[
     str | None,
     _option(
@@ -121,6 +151,16 @@ Frames = Annotated[
 ]
 Batch = Annotated[
     str | None, _option("--batch", panel=MODEL, metavar="N", text="Samples in one step on this GPU. Default: 1.")
+]
+CfgBatch = Annotated[
+    bool,
+    _option(
+        "--cfg-batch",
+        panel=MODEL,
+        metavar=None,
+        text="Each step trains on a second sample beside each one (classifier-free guidance: the unconditional one): twice the "
+        "batch goes through the model, with gradients. Default: off.",
+    ),
 ]
 Seconds = Annotated[
     str | None,
@@ -147,6 +187,16 @@ CaptionTokens = Annotated[
         panel=MODEL,
         metavar="N",
         text="Length of the longest caption in tokens. Default: the model's maximum.",
+    ),
+]
+TextPadding = Annotated[
+    str | None,
+    _option(
+        "--text-padding",
+        panel=MODEL,
+        metavar="KIND",
+        text="Captions are padded to the model's maximum (max_length) or keep the longest one's length (longest). Default: auto, as "
+        "the model's trainer does.",
     ),
 ]
 Adapter = Annotated[
@@ -287,7 +337,7 @@ def request(params: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         WorkloadError: an empty name among the LoRA targets.
     """
-    given = {k: v for k in REQUEST_KEYS if (v := params.get(k)) is not None}
+    given = {k: v for k in REQUEST_KEYS if (v := params.get(k)) is not None and v != []}
     if (text := given.get("lora_targets")) is not None:
         targets = [part.strip() for part in text.split(",")]
         if not all(targets):
@@ -415,10 +465,20 @@ def without_effect(given: Mapping[str, Any], workload: Workload) -> tuple[str, .
         "lora": ("lokr_factor", "lokr_full_matrix"),
         "full": ("rank", "alpha", "lora_targets", "lora_dropout", "lokr_factor", "lokr_full_matrix"),
     }
-    return tuple(
+    caption = () if given.get("caption_tokens") is None else _padded(workload)
+    return caption + tuple(
         f"--{key.replace('_', '-')} has no effect with --adapter {workload.adapter}"
         for key in does_nothing.get(workload.adapter, ())
         if given.get(key) not in (None, False)
+    )
+
+
+def _padded(w: Workload) -> tuple[str, ...]:
+    if w.caption_tokens == w.text_tokens:
+        return ()
+    return (
+        f"--caption-tokens {w.caption_tokens} has no effect: {w.model} pads every caption to {w.text_tokens} tokens "
+        "(--text-padding longest: if your trainer does not)",
     )
 
 

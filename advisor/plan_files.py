@@ -235,15 +235,20 @@ def _workload(stored: _Reader) -> Workload:
     reduced = stored.flag("reduced")
     height, width = stored.value("height"), stored.value("width")
     given = {k: stored.content[k] for k in REQUEST_KEYS if k in stored.content} | {"resolution": f"{width}x{height}"}
+    given["buckets"] = stored.value("buckets") or None
     sheet = stored.object("sheet").content if "sheet" in stored.content else None
     if sheet is None and outside.is_outside(given):
         raise PlanError(
             f"{name}: the plan's model {stored.text('model')!r} is not in the catalogue and it holds no sheet; {_AGAIN}"
         )
+
+    def sized(key: str) -> bool:
+        return key == "resolution" and given["buckets"] is not None
+
     try:
         # Sizes at their default are left out: some do not apply to this kind of model. A reduced copy brings its own.
         usual = from_request({k: given[k] for k in ("model", "variant")}, sheet=sheet).describe()
-        asked = {k: v for k, v in given.items() if k not in SIZES or not (reduced or v == usual[k])}
+        asked = {k: v for k, v in given.items() if k not in SIZES or sized(k) or not (reduced or v == usual[k])}
         workload = from_request(asked, sheet=sheet)
     except UnknownModelError as error:
         raise PlanError(f"{name}: {error}") from None

@@ -147,7 +147,9 @@ def workload_lines(w: Workload) -> list[str]:
         parts.append(f"{w.frames} frames")
     if w.references:
         parts.append(f"{w.references} reference image{'s' if w.references > 1 else ''}")
-    parts += [f"batch {w.batch}", f"{w.text_tokens} text tokens"]
+    if len(w.buckets) > 1:
+        parts[1] += f" (of {len(w.buckets)} buckets)"
+    parts += [f"batch {w.batch}{' x 2 (guidance)' if w.cfg_batch else ''}", f"{w.text_tokens} text tokens"]
     shape = ", ".join(parts)
     if w.adapter == "full":
         trained = "full fine-tune"

@@ -127,7 +127,7 @@ def symbols(workload: Workload, model: nn.Module) -> dict[str, int]:
     if workload.reduced:
         names |= workload.family.reduced.symbols
     return names | {
-        "B": workload.batch,
+        "B": workload.samples,
         "H": workload.height,
         "W": workload.width,
         "F": workload.frames,

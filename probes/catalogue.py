@@ -119,6 +119,8 @@ class Family:
     temporal_factor: int
     """Frames per latent frame; valid frame counts are `first_frames` + n * factor."""
     first_frames: int
+    min_side: int
+    """Shortest side in pixels."""
     max_side: int | None
     """Longest side in pixels, where a position table limits it."""
     max_pixels: int | None
@@ -254,6 +256,7 @@ def _family(sheet: Mapping[str, Any], read: Callable[[Mapping[str, Any]], dict[s
         patch=pixels.get("patch", 1),
         temporal_factor=pixels.get("temporal_factor", 1),
         first_frames=pixels.get("first_frames", 1),
+        min_side=pixels.get("min_side", pixels.get("vae_factor", 1) * pixels.get("patch", 1)),
         max_side=pixels.get("max_side"),
         max_pixels=pixels.get("max_pixels"),
         max_frames=pixels.get("max_frames"),

@@ -72,7 +72,7 @@ def code_digest() -> str:
 
 def key(workload: Workload, target: str, source: str) -> str:
     """Name of the profile of a workload; options that do not change the tape (optimizer, alpha) do not enter."""
-    plain = dataclasses.asdict(dataclasses.replace(workload, optimizer="", alpha=0.0, caption_tokens=0))
+    plain = dataclasses.asdict(workload.traced())
     sheet: Any
     name = workload.model
     if workload.sheet_json:
@@ -164,7 +164,8 @@ def from_bytes(content: bytes) -> Profile:
         if meta["format"] != FORMAT:
             raise ValueError(f"profile format {meta['format']}, this version reads {FORMAT}")
         workload = dict(meta["workload"])
-        workload["lora_targets"] = tuple(workload["lora_targets"])
+        for name in ("lora_targets", "buckets"):
+            workload[name] = tuple(workload[name])
         length, backward, optimizer = meta["bounds"]
         calls = {n: Call(c[0], c[1], tuple(c[2]), tuple(c[3]), tuple(c[4])) for n, c in meta["calls"].items()}
         chains = tuple(

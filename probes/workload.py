@@ -7,7 +7,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,8 @@ MAX_PIXELS = 16384
 MAX_FRAMES = 4096
 MAX_BATCH = 4096
 MAX_RANK = 65536
+MAX_BUCKETS = 512
+TEXT_PADDING = ("auto", "max_length", "longest")
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,13 @@ class Workload:
     """Length of the clip, for audio models; else 0."""
     references: int = 0
     """Reference images a sample, for edit models; else 0."""
+    buckets: tuple[str, ...] = ()
+    """All sizes that are trained, ``WIDTHxHEIGHT`` or ``WIDTHxHEIGHTxFRAMES``; `height`, `width` and `frames` are one of them.
+    Empty: there is only that one."""
+    cfg_batch: bool = False
+    """Every step puts a second sample beside each one (the unconditional one): twice `batch` through the model."""
+    text_padding: str = "auto"
+    """``auto`` (as the family's trainer does), ``max_length`` or ``longest``."""
     config_json: str = ""
     """Constructor arguments as JSON text, where they come from given weights instead of the catalogue."""
     sheet_json: str = ""
@@ -135,10 +144,44 @@ class Workload:
         """``WIDTHxHEIGHT`` in pixels."""
         return f"{self.width}x{self.height}"
 
+    @property
+    def samples(self) -> int:
+        """Samples that go through the model together."""
+        return self.batch * (2 if self.cfg_batch else 1)
+
+    @property
+    def bucket(self) -> str:
+        """The size as `buckets` writes it."""
+        return _bucket_name(self.height, self.width, self.frames, self.family)
+
+    def traced(self) -> Workload:
+        """The workload with everything at its default that does not change a trace."""
+        return dataclasses.replace(
+            self,
+            optimizer="",
+            alpha=0.0,
+            caption_tokens=0,
+            text_padding="auto",
+            buckets=(),
+            batch=self.samples,
+            cfg_batch=False,
+        )
+
+    def largest_buckets(self, most: int) -> list[Workload]:
+        """The workload at the sizes of its buckets, one of each two that are turned, those with the most pixels (times frames)
+        first, squarer ones before longer ones."""
+        sizes: dict[tuple[int, ...], Workload] = {}
+        for text in self.buckets:
+            width, height, *frames = (int(n) for n in text.split("x"))
+            sized = dataclasses.replace(self, height=height, width=width, frames=frames[0] if frames else self.frames)
+            sizes.setdefault((*sorted((height, width)), sized.frames), sized)
+        return sorted(sizes.values(), key=lambda w: (-w.height * w.width * w.frames, abs(w.height - w.width)))[:most]
+
     def describe(self) -> dict[str, Any]:
         """As a JSON object (the ``workload`` of an answer)."""
         out = dataclasses.asdict(self)
         out["lora_targets"] = list(self.lora_targets)
+        out["buckets"] = list(self.buckets)
         out["resolution"] = self.resolution
         del out["config_json"]
         if sheet := out.pop("sheet_json"):
@@ -185,70 +228,163 @@ def _yes_no(option: str, value: Any) -> bool:
     return value
 
 
-def parse_resolution(value: Any, family: catalogue.Family) -> tuple[int, int]:
+def parse_resolution(value: Any, family: catalogue.Family, option: str = "resolution") -> tuple[int, int]:
     """``1024`` or ``WIDTHxHEIGHT`` as (height, width) in pixels.
 
     Raises:
         WorkloadError: not a size, or one that the model's VAE and patch do not divide (names the nearest that they do).
     """
-    match = re.fullmatch(r"\s*(\d{1,6})(?:\s*[xX*]\s*(\d{1,6}))?\s*", str(value))
+    match = re.fullmatch(r"\s*(\d{1,9})(?:\s*[xX*]\s*(\d{1,9}))?\s*", str(value))
     if isinstance(value, bool) or match is None:
-        raise WorkloadError(f"--resolution {value!r} is not a size; write 1024 or 832x480 (width x height, pixels)")
+        raise WorkloadError(f"--{option} {value!r} is not a size; write 1024 or 832x480 (width x height, pixels)")
     width = int(match[1])
     height = int(match[2]) if match[2] else width
     step = family.pixel_multiple
+    near = " and ".join(_nearest_sizes(width, height, family))
+    most = (family.max_side or MAX_PIXELS) // step * step
     for name, side in (("width", width), ("height", height)):
-        if not step <= side <= MAX_PIXELS:
+        if side < family.min_side or side > MAX_PIXELS:
             raise WorkloadError(
-                f"--resolution {value}: {name} must be from {step} to {MAX_PIXELS} pixels for {family.name}, not {side}"
+                f"--{option} {value}: {name} must be from {family.min_side} to {most} pixels for {family.name}, not {side} (nearest: {near})"
             )
-    near = _nearest_size(width, height, family)
     if width % step or height % step:
         raise WorkloadError(
-            f"--resolution {value} does not fit {family.name}: width and height must be multiples of {step} (nearest: {near})"
+            f"--{option} {value} does not fit {family.name}: width and height must be multiples of {step} (nearest: {near})"
         )
     longest = family.max_side
     if longest is not None and max(width, height) > longest:
         raise WorkloadError(
-            f"--resolution {value} is too large for {family.name}: its position table ends at {longest} pixels a side "
+            f"--{option} {value} is too large for {family.name}: its position table ends at {longest} pixels a side "
             f"(nearest: {near})"
         )
     if family.max_pixels is not None and width * height > family.max_pixels:
         raise WorkloadError(
-            f"--resolution {value} is too large for {family.name}: width x height must be at most {family.max_pixels} pixels "
+            f"--{option} {value} is too large for {family.name}: width x height must be at most {family.max_pixels} pixels "
             f"(nearest: {near})"
         )
     return height, width
 
 
-def _nearest_size(width: int, height: int, family: catalogue.Family) -> str:
-    """A size near the given one that the model takes."""
+def _nearest_sizes(width: int, height: int, family: catalogue.Family) -> list[str]:
+    """Sizes near the given one that the model takes: with both sides rounded down, then up; one where they are the same."""
     step, longest = family.pixel_multiple, (family.max_side or MAX_PIXELS) // family.pixel_multiple
-    sides = [min(longest, max(1, round(s / step))) for s in (width, height)]
-    most = (family.max_pixels or MAX_PIXELS**2) // step**2
-    if sides[0] * sides[1] > most:
-        scale = math.sqrt(most / (sides[0] * sides[1]))
-        sides = [max(1, int(s * scale)) for s in sides]
-    return f"{sides[0] * step}x{sides[1] * step}"
+    most, least = (family.max_pixels or MAX_PIXELS**2) // step**2, family.min_side // step
+    found = []
+    for rounded in ((width // step, height // step), (-(-width // step), -(-height // step))):
+        sides = [min(longest, max(least, s)) for s in rounded]
+        if sides[0] * sides[1] > most:
+            scale = math.sqrt(most / (sides[0] * sides[1]))
+            sides = [max(least, int(s * scale)) for s in sides]
+            sides = [min(s, most // min(sides)) for s in sides]
+        found.append(f"{sides[0] * step}x{sides[1] * step}")
+    return list(dict.fromkeys(found))
 
 
-def _frames(value: Any, family: catalogue.Family) -> int:
-    frames = _whole("frames", value, MAX_FRAMES)
-    if family.kind != "video" and frames != 1:
-        raise WorkloadError(f"--frames {frames}: {family.name} is an {family.kind} model; leave --frames out")
-    step, first, most = family.temporal_factor, family.first_frames, family.max_frames or MAX_FRAMES
-    if family.kind == "video" and frames < first:
+def _bucket_name(height: int, width: int, frames: int, family: catalogue.Family) -> str:
+    return f"{width}x{height}" + (f"x{frames}" if family.kind == "video" else "")
+
+
+def aspect_buckets(edge: Any, step: Any, family: catalogue.Family) -> list[tuple[int, int]]:
+    """The usual list of aspect buckets, as (height, width) in pixels from the tallest to the widest.
+
+    For every width from half to twice `edge`, in steps, the largest height in that range whose area is not above that of the
+    square; and each of them turned. Sizes that the family cannot take (its longest side, its position table) are left out.
+
+    Args:
+        edge: side of the square bucket.
+        step: sides are multiples of this, and of what the family's VAE and patch need.
+
+    Raises:
+        WorkloadError: not whole numbers, or no bucket is left.
+    """
+    most = family.max_side or MAX_PIXELS
+    edge = _whole("aspect-buckets", edge, MAX_PIXELS)
+    step = math.lcm(_whole("bucket-step", step, 1024), family.pixel_multiple)
+    if edge < step:
         raise WorkloadError(
-            f"--frames {frames} does not fit {family.name}: it takes at least {first} (nearest: {first})"
+            f"--aspect-buckets {edge}: {family.name} needs sides that are multiples of {step} with this --bucket-step, so at "
+            f"least {step}"
         )
+    low, high, area = (
+        -(-max(edge // 2, family.min_side) // step) * step,
+        min(2 * edge, most) // step * step,
+        edge * edge,
+    )
+    found: set[tuple[int, int]] = set()
+    for width in range(low, high + 1, step):
+        height = min(area // width // step * step, high)
+        if height >= low and (family.max_pixels is None or width * height <= family.max_pixels):
+            found |= {(height, width), (width, height)}
+    if not found:
+        square = edge // step * step
+        raise WorkloadError(
+            f"--aspect-buckets {edge}: {family.name} takes none of these sizes (nearest edge: "
+            f"{min(square, most // step * step, math.isqrt(family.max_pixels or area) // step * step)})"
+        )
+    return sorted(found, key=lambda size: (size[1], -size[0]))
+
+
+def _buckets(get: Callable[..., Any], family: catalogue.Family, frames: int) -> list[tuple[int, int, int]]:
+    """All sizes of a request that has several, as (height, width, frames)."""
+    listed, edge, step = get("buckets"), get("aspect_buckets"), get("bucket_step")
+    if step is not None and edge is None:
+        raise WorkloadError(f"--bucket-step {step} has no effect without --aspect-buckets; leave it out or add that")
+    if listed is None and edge is None:
+        return []
+    if family.kind == "audio":
+        option = "bucket" if listed is not None else "aspect-buckets"
+        raise WorkloadError(f"--{option}: {family.name} is an audio model; its length is --seconds")
+    found: list[tuple[int, int, int]] = []
+    if listed is not None:
+        if isinstance(listed, (str, Mapping)) or not isinstance(listed, Sequence) or not listed:
+            raise WorkloadError(f"--bucket must be a list of sizes such as 832x1216, not {listed!r}")
+        if len(listed) > MAX_BUCKETS:
+            raise WorkloadError(f"--bucket: at most {MAX_BUCKETS} sizes, not {len(listed)}")
+        for value in listed:
+            match = re.fullmatch(r"\s*(\d+\s*[xX*]\s*\d+)\s*[xX*]\s*(\d{1,9})\s*", str(value))
+            if match is None:
+                found.append((*parse_resolution(value, family, "bucket"), frames))
+            elif family.kind != "video":
+                raise WorkloadError(
+                    f"--bucket {value}: {family.name} is an image model; write width x height without frames"
+                )
+            else:
+                found.append(
+                    (
+                        *parse_resolution(match[1], family, "bucket"),
+                        _frames(int(match[2]), family, "bucket " + str(value)),
+                    )
+                )
+    if edge is not None:
+        found += [(*size, frames) for size in aspect_buckets(edge, 64 if step is None else step, family)]
+        if len(found) > MAX_BUCKETS:
+            raise WorkloadError(
+                f"--aspect-buckets {edge} gives {len(found)} sizes; at most {MAX_BUCKETS}: use a larger --bucket-step"
+            )
+    return list(dict.fromkeys(found))
+
+
+def _frames(value: Any, family: catalogue.Family, option: str = "") -> int:
+    too_many = (
+        family.kind == "video" and isinstance(value, int) and value > MAX_FRAMES
+    )  # refused below, with the nearest
+    frames = _whole("frames", value, value if too_many else MAX_FRAMES)
+    name = f"--{option}" if option else f"--frames {frames}"
+    if family.kind != "video" and frames != 1:
+        raise WorkloadError(f"{name}: {family.name} is an {family.kind} model; leave --frames out")
+    if family.kind != "video":
+        return frames
+    step, first, most = family.temporal_factor, family.first_frames, family.max_frames or MAX_FRAMES
+    if frames < first:
+        raise WorkloadError(f"{name} does not fit {family.name}: it takes at least {first} frames (nearest: {first})")
     below = frames - (frames - first) % step
     if frames > most:
         nearest = most - (most - first) % step
-        raise WorkloadError(f"--frames {frames} is more than {family.name} takes (nearest: {nearest})")
-    if below != frames and family.kind == "video":
+        raise WorkloadError(f"{name} is more frames than {family.name} takes (nearest: {nearest})")
+    if below != frames:
         near = str(below) if below + step > most else f"{below} and {below + step}"
         raise WorkloadError(
-            f"--frames {frames} does not fit {family.name}: its VAE takes {first} + n x {step} frames (nearest: {near})"
+            f"{name} does not fit {family.name}: its VAE takes {first} + n x {step} frames (nearest: {near})"
         )
     return frames
 
@@ -267,9 +403,9 @@ def _references(value: Any, family: catalogue.Family, variant: str) -> int:
     if value == 0 and not isinstance(value, bool):
         return 0
     if family.max_references == 0:
-        raise WorkloadError(
-            f"--references {value}: {family.name} {variant} takes no reference images; leave --references out"
-        )
+        others = [v for v in family.variants if v != variant and family.of(v).max_references]
+        what = f"--variant {' or '.join(others)} does" if others else "leave --references out"
+        raise WorkloadError(f"--references {value}: {family.name} {variant} takes no reference images; {what}")
     return _whole("references", value, family.max_references)
 
 
@@ -298,6 +434,11 @@ REQUEST_KEYS = (
     "compile",
     "seconds",
     "references",
+    "buckets",
+    "aspect_buckets",
+    "bucket_step",
+    "cfg_batch",
+    "text_padding",
 )
 
 
@@ -331,15 +472,28 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         if family.kind == "audio":
             raise WorkloadError(f"--resolution {size}: {family.name} is an audio model; its length is --seconds")
         height, width = parse_resolution(size, family)
+    frames = _frames(get("frames", family.default_frames), family)
+    buckets = _buckets(get, family, frames)
+    if buckets and size is None:
+        height, width, frames = max(buckets, key=math.prod)
+    elif buckets and (height, width, frames) not in buckets:
+        buckets.insert(0, (height, width, frames))
     batch = _whole("batch", get("batch", 1), MAX_BATCH)
     if family.max_batch is not None and batch > family.max_batch:
         raise WorkloadError(
             f"--batch {batch}: {family.name} takes at most {family.max_batch} a step; accumulate gradients over more steps"
         )
+    cfg_batch = _yes_no("cfg-batch", get("cfg_batch", False))
+    if cfg_batch and family.max_batch is not None and 2 * batch > family.max_batch:
+        raise WorkloadError(
+            f"--cfg-batch: {family.name} takes at most {family.max_batch} sample a step, so no second one beside it"
+        )
     text_limit = variant.text_tokens or family.text_tokens
     caption = _whole("caption-tokens", get("caption_tokens", text_limit), 1_000_000)
     if caption > text_limit:
         raise WorkloadError(f"--caption-tokens {caption} is more than {family.name} takes ({text_limit})")
+    text_padding = _choice("text-padding", get("text_padding", "auto"), TEXT_PADDING)
+    padding = family.padding if text_padding == "auto" else text_padding
     adapter = _choice("adapter", get("adapter", "lora"), ADAPTERS)
     rank = _whole("rank", get("rank", 16), MAX_RANK)
     targets = get("lora_targets", family.lora_targets if adapter == "lora" else LOKR_TARGETS)
@@ -363,10 +517,10 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         variant=variant.name,
         height=height,
         width=width,
-        frames=_frames(get("frames", family.default_frames), family),
+        frames=frames,
         batch=batch,
         caption_tokens=caption,
-        text_tokens=text_limit if family.padding == "max_length" else caption,
+        text_tokens=text_limit if padding == "max_length" else caption,
         adapter=adapter,
         rank=rank,
         alpha=_number("alpha", get("alpha", rank), 1e-6, 1e6),
@@ -383,6 +537,9 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         lokr_factor=_lokr_factor(get("lokr_factor", 16)),
         lokr_full_matrix=_yes_no("lokr-full-matrix", get("lokr_full_matrix", False)),
         sheet_json=sheet_json,
+        buckets=tuple(_bucket_name(*size, family) for size in buckets),
+        cfg_batch=cfg_batch,
+        text_padding=text_padding,
     )
     _check_supported(workload)
     return workload
@@ -423,6 +580,7 @@ def reduced_copy(workload: Workload) -> Workload:
         height=small.resolution,
         width=small.resolution,
         frames=small.frames,
+        buckets=(),
         seconds=small.seconds if family.kind == "audio" else 0,
         text_tokens=text,
         caption_tokens=text,

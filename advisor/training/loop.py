@@ -141,7 +141,7 @@ def run(
     source: Cached | Synthetic = Synthetic()
     if latents is not None:
         wanted = slots(workload, shape_only)
-        source = Cached(latents, wanted, workload.batch, settings["seed"], tell, complete=pretrained is not None)
+        source = Cached(latents, wanted, workload.samples, settings["seed"], tell, complete=pretrained is not None)
     settings["data"] = source.fingerprint
     if checkpoint is not None:
         _same_run(checkpoint, settings)

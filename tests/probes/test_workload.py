@@ -90,7 +90,7 @@ def test_a_count_that_is_no_positive_whole_number_is_refused_with_its_range(opti
         from_request({"model": "flux", option: value})
 
 
-@pytest.mark.parametrize(("option", "most"), [*NUMBERS.items(), ("frames", MAX_FRAMES)])
+@pytest.mark.parametrize(("option", "most"), NUMBERS.items())
 def test_a_count_beyond_its_limit_is_refused(option: str, most: int) -> None:
     with pytest.raises(WorkloadError, match=f"^--{option} must be from 1 to {most}, not {most + 1}$"):
         from_request({"model": "wan", option: most + 1})
@@ -153,10 +153,10 @@ def test_a_resolution_that_is_no_size_is_refused_with_an_example(value: Any) -> 
 @pytest.mark.parametrize(
     ("model", "value", "nearest"),
     [
-        ("flux", "1000", "992x992"),
-        ("flux", "1030x500", "1024x496"),
-        ("sdxl", "1000x1010", "992x1024"),
-        ("wan", "830x480", "832x480"),
+        ("flux", "1000", "992x992 and 1008x1008"),
+        ("flux", "1030x500", "1024x496 and 1040x512"),
+        ("sdxl", "1000x1010", "992x992 and 1024x1024"),
+        ("wan", "830x480", "816x480 and 832x480"),
     ],
 )
 def test_a_resolution_that_the_models_patch_does_not_divide_is_refused_with_the_nearest(
@@ -182,26 +182,35 @@ def test_the_nearest_resolution_that_is_offered_is_itself_accepted(model: str, w
     with contextlib.suppress(WorkloadError):
         parse_resolution(f"{width}x{height}", families()[model])
         return
-    near = _offered(f"{width}x{height}", model)
-    if near is not None:
+    offered = _offered(f"{width}x{height}", model)
+    assert 1 <= len(offered) <= 2
+    for near in offered:
         parsed = parse_resolution(near, families()[model])
         assert parsed == tuple(int(s) for s in reversed(near.split("x")))
 
 
-def _offered(resolution: str, model: str) -> str | None:
-    """The size that a refusal offers instead."""
+def _offered(resolution: str, model: str) -> list[str]:
+    """The sizes that a refusal offers instead."""
     with pytest.raises(WorkloadError) as error:
         parse_resolution(resolution, families()[model])
-    found = re.search(r"nearest: (\d+x\d+)", str(error.value))
-    return found[1] if found else None
+    found = re.search(r"\(nearest: ([\dx]+(?: and [\dx]+)?)\)$", str(error.value))
+    assert found is not None, error.value
+    return found[1].split(" and ")
 
 
 @pytest.mark.parametrize(
-    ("given_", "nearest"), [("2057x1000", "2048x992"), ("4096x1024", "2048x1024"), ("1000x1000", "992x992")]
+    ("given_", "nearest"),
+    [("2057x1000", "2048x992 and 2048x1008"), ("4096x1024", "2048x1024"), ("1000x1000", "992x992 and 1008x1008")],
 )
 def test_the_nearest_resolution_keeps_within_a_models_position_table(given_: str, nearest: str) -> None:
     assert families()["kandinsky5_image"].max_side == 2048
-    assert _offered(given_, "kandinsky5_image") == nearest
+    assert " and ".join(_offered(given_, "kandinsky5_image")) == nearest
+
+
+@pytest.mark.parametrize("frames", [MAX_FRAMES + 1, 10**30])
+def test_more_frames_than_any_model_takes_are_refused_with_the_most(frames: int) -> None:
+    with pytest.raises(WorkloadError, match=rf"^--frames {frames} is more frames than wan takes \(nearest: 4093\)$"):
+        from_request({"model": "wan", "frames": frames})
 
 
 def test_frames_of_an_image_model_are_refused() -> None:
