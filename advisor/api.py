@@ -254,7 +254,7 @@ class Session:
     ) -> Estimate:
         """One supported schedule of one workload."""
         _, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
-        verdict = check(executor, workload.model, estimator.profile.structure, schedule)
+        verdict = check(executor, workload.model, estimator.profile.structure, schedule, workload.variant)
         found = estimator.estimate(verdict.effective)
         save()
         return found
@@ -270,7 +270,7 @@ class Session:
         estimator = Estimator(
             profile,
             device,
-            semantics(executor, workload.model),
+            semantics(executor, workload.model, workload.variant),
             headroom=headroom,
             host_ram=host_ram,
             reserved_cache=reserved,
@@ -297,10 +297,14 @@ class Session:
         """`plan` for the workload's own size."""
         warnings, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
         profile, family = estimator.profile, workload.model
-        wanted = list(schedules) if schedules is not None else candidates(executor, family, profile.structure)
+        wanted = (
+            list(schedules)
+            if schedules is not None
+            else candidates(executor, family, profile.structure, workload.variant)
+        )
         estimates: list[Estimate] = []
         for schedule in wanted:
-            verdict: Verdict = check(executor, family, profile.structure, schedule)
+            verdict: Verdict = check(executor, family, profile.structure, schedule, workload.variant)
             if not verdict.supported:
                 estimates.append(Estimate(schedule, False, verdict.reason))
                 continue

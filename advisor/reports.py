@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from advisor.api import Plan
-from decision_rules.support import check, trainer_support
+from decision_rules.support import Ffn, TrainerSupport, check, trainer_support
 from estimators.devices import Device
 from estimators.estimate import GIB, Estimate
 from estimators.schedule import Backend, IntervalForm, Schedule
@@ -292,7 +292,7 @@ def unsupported(plan: Plan) -> list[tuple[str, str]]:
     for schedule in (*(Schedule(b) for b in Backend), Schedule(offload_attention=True)):
         if (schedule.backend, schedule.offload_attention) in there:
             continue
-        verdict = check(plan.executor, plan.workload.model, plan.structure, schedule)
+        verdict = check(plan.executor, plan.workload.model, plan.structure, schedule, plan.workload.variant)
         reason = verdict.reason or "; ".join(verdict.notes)
         if reason:
             found.append((schedule.name, reason))
@@ -397,29 +397,75 @@ def draw_models(families: Iterable[Family], console: Console) -> None:
 
 
 _FORMS = {
-    IntervalForm.SEGMENTS: "interval k puts k blocks into one checkpoint, a stride leaves blocks between them",
-    IntervalForm.EVERY_KTH: "interval k recomputes every k-th block, a stride s those with index % s < k",
-    IntervalForm.IGNORED: "interval and stride are ignored: every block is a checkpoint",
+    IntervalForm.SEGMENTS: "k puts k consecutive blocks into one checkpoint; a stride leaves the blocks between two segments alone",
+    IntervalForm.EVERY_KTH: "k recomputes every k-th block on its own; a stride s those with index % s < k",
+    IntervalForm.IGNORED: "ignored, and the stride: every block is a checkpoint of its own",
 }
+
+
+def executor_facts(f: Family, variant: str) -> dict[str, dict[str, str]]:
+    """What each executor makes of the controls for one variant, as texts by control."""
+    row = trainer_support(f.name, variant)
+    usual = f.of(variant)
+    sides = (
+        "yes, each side of a block as one checkpoint: " + _feed_forward_text(usual)
+        if _has_ffn(usual)
+        else "no: no block has a separate side"
+    )
+    bundled = {
+        "interval": _FORMS[IntervalForm.SEGMENTS]
+        + ", in lists whose blocks hand on their outputs unchanged; else block by block",
+        "feed-forward only": f"{sides}; an interval selects every k-th block",
+        "unsloth": "yes",
+        "attention offload": "not yet",
+        "per-block schedules": "yes (Schedule.per_block)",
+    }
+    diffusers = {
+        "interval": "none: every block or nothing"
+        if row.diffusers
+        else "no model class with checkpointing in diffusers",
+        "feed-forward only": "no",
+        "unsloth": "no",
+        "attention offload": "no",
+    }
+    return {"bundled": bundled, "simpletuner": _trainer_facts(row), "diffusers": diffusers}
+
+
+def _trainer_facts(row: TrainerSupport) -> dict[str, str]:
+    facts: dict[str, str] = {}
+    if not row.checkpoints:
+        facts["interval"] = "no checkpointing at all: the options do nothing"
+    elif not row.interval:
+        facts["interval"] = "dropped with a warning, and the stride: every block is a checkpoint of its own"
+    else:
+        facts["interval"] = _FORMS[row.interval_form] + ("" if row.stride else "; the stride is dropped with a warning")
+    if row.index_continues:
+        facts["interval"] += "; blocks are counted on from one list to the next"
+    if row.per_block_when:
+        facts["block by block"] = f"{row.per_block_loop}, instead of segments, with: {', '.join(row.per_block_when)}"
+    match row.ffn:
+        case Ffn.YES:
+            facts["feed-forward only"] = f"yes: {row.ffn_scope}; interval: {row.ffn_interval}"
+        case Ffn.NO:
+            facts["feed-forward only"] = "rejected"
+        case Ffn.UNSLOTH_ONLY:
+            facts["feed-forward only"] = (
+                f"unsloth-ffn: {row.ffn_scope}; interval: {row.ffn_interval}; torch-ffn stops with an error"
+            )
+        case Ffn.AS_WHOLE_BLOCKS:
+            facts["feed-forward only"] = "stops with an error; with an interval it runs on whole blocks instead"
+    facts["unsloth"] = "ignored, runs as torch" if row.unsloth == "ignored" else row.unsloth
+    facts["attention offload"] = f"yes: {row.offload_scope}" if row.attention_offload else "rejected"
+    if row.training_mode:
+        facts["needs"] = "training mode (model.train())"
+    if row.note:
+        facts["note"] = row.note
+    return facts
 
 
 def model_json(f: Family) -> dict[str, Any]:
     """The object that ``advise models NAME --json`` prints."""
-    row = trainer_support(f.name)
     usual = f.of(f.default_variant)
-
-    def executor(
-        form: IntervalForm, stride: bool, unsloth: str, ffn: bool, offload: bool, note: str = ""
-    ) -> dict[str, Any]:
-        return {
-            "interval": str(form),
-            "stride": stride,
-            "unsloth": unsloth,
-            "ffn": ffn,
-            "attention_offload": offload,
-            "note": note,
-        }
-
     return {
         **models_json([f])[0],
         "class": f.model_class,
@@ -439,19 +485,48 @@ def model_json(f: Family) -> dict[str, Any]:
         "text_padding": usual.padding,
         **_sizes_json(usual),
         "block_lists": list(usual.regions),
-        "executors": {
-            "bundled": executor(IntervalForm.SEGMENTS, True, "yes", _has_ffn(usual), False),
-            "simpletuner": executor(
-                row.interval_form if row.interval else IntervalForm.IGNORED,
-                row.stride,
-                row.unsloth,
-                row.ffn,
-                row.attention_offload,
-                row.note,
-            ),
-            "diffusers": executor(IntervalForm.IGNORED, False, "no", False, False),
-        },
+        "executors": _executors_json(f, f.default_variant),
+        "variant_executors": {v: _executors_json(f, v) for v in _other_rows(f)},
         "source": f.source,
+    }
+
+
+def _other_rows(f: Family) -> list[str]:
+    """Variants that the trainer treats in another way than the default one."""
+    usual = trainer_support(f.name, f.default_variant)
+    return [v for v in f.variants if trainer_support(f.name, v) != usual]
+
+
+def _executors_json(f: Family, variant: str) -> dict[str, dict[str, Any]]:
+    row, texts = trainer_support(f.name, variant), executor_facts(f, variant)
+
+    def executor(form: IntervalForm, stride: bool, unsloth: str, ffn: str, offload: bool, name: str) -> dict[str, Any]:
+        return {
+            "interval": str(form),
+            "stride": stride,
+            "unsloth": unsloth,
+            "ffn": ffn,
+            "attention_offload": offload,
+            "details": texts[name],
+        }
+
+    sides = "yes" if _has_ffn(f.of(variant)) else "no"
+    return {
+        "bundled": executor(IntervalForm.SEGMENTS, True, "yes", sides, False, "bundled"),
+        "simpletuner": {
+            **executor(row.form, row.stride, row.unsloth, str(row.ffn), row.attention_offload, "simpletuner"),
+            "checkpoints": row.checkpoints,
+            "ffn_scope": row.ffn_scope,
+            "ffn_interval": row.ffn_interval,
+            "attention_offload_scope": row.offload_scope,
+            "per_block_when": list(row.per_block_when),
+            "per_block_loop": row.per_block_loop,
+            "note": row.note,
+        },
+        "diffusers": {
+            **executor(IntervalForm.IGNORED, False, "no", "no", False, "diffusers"),
+            "checkpoints": row.diffusers,
+        },
     }
 
 
@@ -476,7 +551,6 @@ def _has_ffn(f: Family) -> bool:
 
 def draw_model(f: Family, console: Console) -> None:
     """One model in detail."""
-    row = trainer_support(f.name)
     usual = f.of(f.default_variant)
     console.print(_heading(f"{f.title} ({f.name})"))
     facts = Table.grid(padding=(0, 2))
@@ -524,18 +598,25 @@ def draw_model(f: Family, console: Console) -> None:
         )
     _print_table(table, console)
     console.print()
-    console.print("Checkpointing by executor:")
-    offload = "yes" if row.attention_offload else "no"
-    form = row.interval_form if row.interval else IntervalForm.IGNORED
-    lines = [
-        f"bundled: {_FORMS[IntervalForm.SEGMENTS]}; torch-ffn and unsloth-ffn: {'yes' if _has_ffn(usual) else 'no'}; "
-        "unsloth: yes; attention offload: not yet",
-        f"simpletuner: {_FORMS[form]}{'' if row.stride or form is IntervalForm.IGNORED else ' (stride dropped)'}; "
-        f"torch-ffn and unsloth-ffn: {'yes' if row.ffn else 'no'}; unsloth: {row.unsloth}; attention offload: {offload}"
-        + (f". {row.note}" if row.note else ""),
-        f"diffusers: {_FORMS[IntervalForm.IGNORED]}; no -ffn, no unsloth, no attention offload",
-    ]
-    console.print(_bullets(lines))
+    _draw_executors(f, f.default_variant, "Checkpointing", console)
+    for variant in _other_rows(f):
+        _draw_executors(f, variant, f"Checkpointing of {variant}", console, besides=f.default_variant)
+
+
+def _draw_executors(f: Family, variant: str, title: str, console: Console, besides: str | None = None) -> None:
+    """`besides`: only what differs from this variant."""
+    known = {} if besides is None else executor_facts(f, besides)
+    for name, facts in executor_facts(f, variant).items():
+        if facts == known.get(name):
+            continue
+        console.print(f"{title}, executor {name}:")
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for control, text in facts.items():
+            grid.add_row("  -", control, text)
+        console.print(grid)
 
 
 def _feed_forward_text(f: Family) -> str:

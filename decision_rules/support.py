@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from functools import cache
 
 from estimators.estimate import Semantics
@@ -21,18 +22,55 @@ class Executor(StrEnum):
     DIFFUSERS = "diffusers"
 
 
+class Ffn(StrEnum):
+    """Which feed-forward backends the trainer runs."""
+
+    YES = "yes"
+    NO = "no"
+    UNSLOTH_ONLY = "unsloth-ffn only"
+    """torch-ffn stops with an error."""
+    AS_WHOLE_BLOCKS = "with interval>1 as whole blocks"
+    """Without an interval it stops with an error; with one it runs as the whole-block backend."""
+
+
 @dataclass(frozen=True)
 class TrainerSupport:
-    """One family's row of the trainer's support matrix."""
+    """One row of the trainer's support matrix: a family, or some of its variants."""
 
+    family: str
+    variant: str
+    """Pattern of variant names; empty: all that no other row of the family names."""
     interval_form: IntervalForm
+    checkpoints: bool
+    """False: the trainer has no checkpointing for it at all."""
     interval: bool
     stride: bool
     unsloth: str
     """``yes``, ``ignored`` (runs as torch) or ``only with interval>1``."""
-    ffn: bool
+    ffn: Ffn
+    ffn_scope: str
+    """What one feed-forward checkpoint holds."""
+    ffn_interval: str
+    """What an interval does with a feed-forward backend: ``every k-th``, ``every k-th, stride ignored`` or ``ignored``."""
     attention_offload: bool
+    offload_scope: str
+    """What attention offload wraps."""
+    index_continues: bool
+    """Blocks are counted on from one list to the next; else every list starts at 0."""
+    per_block_when: tuple[str, ...]
+    """What makes the trainer leave segments and go block by block."""
+    per_block_loop: str
+    """What it then does with interval and stride."""
+    training_mode: bool
+    """It checkpoints in training mode only."""
+    diffusers: bool
+    """diffusers has a class with gradient checkpointing for it."""
     note: str
+
+    @property
+    def form(self) -> IntervalForm:
+        """What an interval does in the end: ignored also where the trainer drops the option before the model sees it."""
+        return self.interval_form if self.interval else IntervalForm.IGNORED
 
 
 @dataclass(frozen=True)
@@ -49,36 +87,57 @@ class Verdict:
 
 
 @cache
-def _matrix() -> dict[str, TrainerSupport]:
+def _matrix() -> tuple[TrainerSupport, ...]:
     forms = {
         "segmented chunks": IntervalForm.SEGMENTS,
         "per-block modulo": IntervalForm.EVERY_KTH,
         "every block only": IntervalForm.IGNORED,
         "none": IntervalForm.IGNORED,
     }
-    return {
-        r["family"]: TrainerSupport(
+    return tuple(
+        TrainerSupport(
+            family=r["family"],
+            variant=r["variant"],
             interval_form=forms[r["schedule"]],
+            checkpoints=r["schedule"] != "none",
             interval=r["interval_safety"] == "True",
             stride=r["stride_safety"] == "True",
             unsloth=r["unsloth_layer"],
-            ffn=r["ffn"] == "yes",
+            ffn=Ffn(r["ffn"]),
+            ffn_scope=r["ffn_scope"],
+            ffn_interval=r["ffn_interval"],
             attention_offload=r["attention_offload"] == "yes",
+            offload_scope=r["offload_scope"],
+            index_continues=r["index"] == "continues",
+            per_block_when=tuple(filter(None, r["per_block_when"].split("; "))),
+            per_block_loop=r["per_block_loop"],
+            training_mode=r["training_mode"] == "yes",
+            diffusers=r["diffusers"] != "no",
             note=r["note"],
         )
         for r in csv.DictReader(resources.text("support.csv").splitlines())
-    }
+    )
 
 
-_UNKNOWN = TrainerSupport(IntervalForm.IGNORED, False, False, "ignored", False, False, "not in the trainer's matrix")
+_UNKNOWN = TrainerSupport(
+    "", "", IntervalForm.IGNORED, True, False, False, "ignored", Ffn.NO, "", "", False, "", False, (), "", False, True,
+    "not in the trainer's matrix",
+)  # fmt: skip
 
 
-def trainer_support(family: str) -> TrainerSupport:
-    """The trainer's row for a family; nothing but plain checkpointing for one that it does not have."""
-    return _matrix().get(family, _UNKNOWN)
+def trainer_support(family: str, variant: str | None = None) -> TrainerSupport:
+    """The trainer's row for a variant of a family; nothing but plain checkpointing for one that it does not have."""
+    usual = _UNKNOWN
+    for row in _matrix():
+        if row.family == family:
+            if row.variant and variant is not None and fnmatchcase(variant, row.variant):
+                return row
+            if not row.variant:
+                usual = row
+    return usual
 
 
-def semantics(executor: Executor, family: str) -> Semantics:
+def semantics(executor: Executor, family: str, variant: str | None = None) -> Semantics:
     """How the executor reads the controls for this family."""
     match executor:
         case Executor.BUNDLED:
@@ -86,23 +145,27 @@ def semantics(executor: Executor, family: str) -> Semantics:
         case Executor.DIFFUSERS:
             return Semantics(interval_form=IntervalForm.IGNORED)
         case Executor.SIMPLETUNER:
-            row = trainer_support(family)
-            # With a feed-forward backend Flux, Chroma and H3 let the interval choose blocks; the others ignore it.
-            selects = family in ("flux", "chroma", "minimaxh3")
+            row = trainer_support(family, variant)
             return Semantics(
-                row.interval_form, interval_selects_ffn=selects, trainer_ffn_scope=True, copies_out_overlap=True
+                row.interval_form,
+                interval_selects_ffn=row.ffn_interval.startswith("every"),
+                trainer_ffn_scope=True,
+                copies_out_overlap=True,
+                index_continues=row.index_continues,
             )
 
 
-def check(executor: Executor, family: str, structure: Structure, schedule: Schedule) -> Verdict:
+def check(
+    executor: Executor, family: str, structure: Structure, schedule: Schedule, variant: str | None = None
+) -> Verdict:
     """Whether `executor` runs `schedule` on a model of `family`, and what it makes of it."""
     match executor:
         case Executor.BUNDLED:
             return _bundled(structure, schedule)
         case Executor.DIFFUSERS:
-            return _diffusers(schedule)
+            return _diffusers(family, trainer_support(family, variant), schedule)
         case Executor.SIMPLETUNER:
-            return _simpletuner(family, structure, schedule)
+            return _simpletuner(family, trainer_support(family, variant), schedule)
 
 
 def _no(schedule: Schedule, reason: str) -> Verdict:
@@ -117,7 +180,9 @@ def _bundled(structure: Structure, schedule: Schedule) -> Verdict:
     return Verdict(True, None, schedule)
 
 
-def _diffusers(schedule: Schedule) -> Verdict:
+def _diffusers(family: str, row: TrainerSupport, schedule: Schedule) -> Verdict:
+    if schedule != Schedule() and not row.diffusers:
+        return _no(schedule, f"diffusers has no model class for {family}; --executor bundled runs this")
     if schedule.actions is not None:
         return _no(schedule, "diffusers checkpoints all blocks or none; --executor bundled runs per-block schedules")
     if schedule.backend not in (Backend.NONE, Backend.TORCH):
@@ -129,31 +194,66 @@ def _diffusers(schedule: Schedule) -> Verdict:
     return Verdict(True, None, schedule)
 
 
-def _simpletuner(family: str, structure: Structure, schedule: Schedule) -> Verdict:
-    row = trainer_support(family)
+def _simpletuner(family: str, row: TrainerSupport, schedule: Schedule) -> Verdict:
     if schedule.actions is not None:
         return _no(schedule, "SimpleTuner has no per-block schedules; --executor bundled runs them")
     if schedule.offload_attention and not row.attention_offload:
         return _no(schedule, f"SimpleTuner rejects attention offload for {family}; leave it off")
-    if schedule.backend.feed_forward_only and not row.ffn:
-        return _no(schedule, f"SimpleTuner rejects {schedule.backend} for {family}; torch works")
-    notes: list[str] = []
     backend, interval, stride = schedule.backend, schedule.interval, schedule.stride
+    if backend is not Backend.NONE and not row.checkpoints:
+        return _no(
+            schedule, f"SimpleTuner has no checkpointing for {family}: nothing would change; --executor bundled has"
+        )
+    notes: list[str] = []
     if interval is not None and not row.interval:
         notes.append(f"SimpleTuner warns and drops the interval for {family}: this runs as {backend} on every block")
+        interval = stride = None
+    elif interval is not None and row.interval_form is IntervalForm.IGNORED:
+        notes.append(f"SimpleTuner does not pass the interval on to {family}: this runs as {backend} on every block")
         interval = stride = None
     if stride is not None and not row.stride:
         notes.append(f"SimpleTuner warns and drops the stride for {family}")
         stride = None
+    if backend.feed_forward_only:
+        if row.ffn is Ffn.NO:
+            return _no(schedule, f"SimpleTuner rejects {backend} for {family}; torch works")
+        if row.ffn is Ffn.UNSLOTH_ONLY and backend is Backend.TORCH_FFN:
+            return _no(
+                schedule, f"SimpleTuner stops with an error in torch-ffn for {family}; unsloth-ffn and torch work"
+            )
+        if row.ffn is Ffn.AS_WHOLE_BLOCKS:
+            if interval is None:
+                return _no(schedule, f"SimpleTuner stops with an error in {backend} for {family}; torch works")
+            notes.append(f"SimpleTuner runs {backend} with an interval on whole blocks for {family}")
+            backend = Backend.UNSLOTH if backend is Backend.UNSLOTH_FFN else Backend.TORCH
+        elif interval is not None and row.ffn_interval == "ignored":
+            notes.append(
+                f"SimpleTuner ignores the interval with {backend} for {family}: every block's feed-forward side is checkpointed"
+            )
+            interval = stride = None
+        elif stride is not None and row.ffn_interval.endswith("stride ignored"):
+            notes.append(
+                f"SimpleTuner ignores the stride with {backend} for {family}: every {interval}th block is checkpointed"
+            )
+            stride = None
     if backend is Backend.UNSLOTH and (
         row.unsloth == "ignored" or (row.unsloth.startswith("only") and interval is None)
     ):
         notes.append(f"SimpleTuner runs unsloth as torch for {family}: checkpoint inputs stay on the GPU")
         backend = Backend.TORCH
+    if schedule.offload_attention and row.offload_scope == KERNEL_ONLY:
+        notes.append(
+            f"SimpleTuner offloads only what the attention kernel saves for {family}; this estimate moves all that the attention "
+            "module saves, so it is low"
+        )
     effective = Schedule(
         backend, interval, stride, schedule.offload_attention, schedule.pin_memory_max_buckets, schedule.prefetch
     )
     return Verdict(True, None, effective, tuple(notes))
+
+
+KERNEL_ONLY = "kernel only"
+"""An `offload_scope` that wraps the attention kernel and not the projections around it."""
 
 
 INTERVALS: tuple[tuple[int, int | None], ...] = (
@@ -162,7 +262,7 @@ INTERVALS: tuple[tuple[int, int | None], ...] = (
 """(interval, stride) pairs that the ladder tries; from most to least recomputation where a stride leaves gaps."""
 
 
-def candidates(executor: Executor, family: str, structure: Structure) -> list[Schedule]:
+def candidates(executor: Executor, family: str, structure: Structure, variant: str | None = None) -> list[Schedule]:
     """Every schedule worth comparing for this family in the order of the ladder: supported ones only, and of several that do
     the same to this model only the first."""
     whole = [Schedule(Backend.TORCH), *(Schedule(Backend.TORCH, k, s) for k, s in INTERVALS)]
@@ -177,11 +277,11 @@ def candidates(executor: Executor, family: str, structure: Structure) -> list[Sc
         Schedule(Backend.TORCH, offload_attention=True),
         Schedule(Backend.TORCH, 2, 4, offload_attention=True),
     ]
-    meaning = semantics(executor, family)
+    meaning = semantics(executor, family, variant)
     kept: list[Schedule] = []
     effects: set[tuple[object, ...]] = set()
     for schedule in wanted:
-        verdict = check(executor, family, structure, schedule)
+        verdict = check(executor, family, structure, schedule, variant)
         if not verdict.supported or verdict.effective != schedule:
             continue
         done = resolve(
@@ -190,6 +290,7 @@ def candidates(executor: Executor, family: str, structure: Structure) -> list[Sc
             meaning.interval_form,
             interval_selects_ffn=meaning.interval_selects_ffn,
             trainer_ffn_scope=meaning.trainer_ffn_scope,
+            index_continues=meaning.index_continues,
         )
         effect = (done.units, done.offloaded_attention)
         if effect not in effects:

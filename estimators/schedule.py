@@ -220,14 +220,14 @@ class Resolution:
     """What was not done as asked, and why."""
 
 
-def _positions(chain: Chain, schedule: Schedule, form: IntervalForm) -> list[list[int]]:
-    """Groups of block indices that form one checkpoint each."""
+def _positions(chain: Chain, schedule: Schedule, form: IntervalForm, before: int = 0) -> list[list[int]]:
+    """Groups of block indices that form one checkpoint each. `before`: blocks of earlier lists, where those count."""
     n = len(chain.blocks)
     k, s = schedule.interval or 1, schedule.stride
     if form is IntervalForm.IGNORED or not chain.groupable or k == 1:
         return [[i] for i in range(n)]
     if form is IntervalForm.EVERY_KTH:
-        return [[i] for i in range(n) if (i % s < k if s else i % k == 0)]
+        return [[i] for i in range(n) if ((i + before) % s < k if s else (i + before) % k == 0)]
     groups = [list(range(start, min(start + k, n))) for start in range(0, n, s or k)]
     if chain.linked is False:
         return [[i] for g in groups for i in g]
@@ -241,6 +241,7 @@ def resolve(
     *,
     interval_selects_ffn: bool = True,
     trainer_ffn_scope: bool = False,
+    index_continues: bool = False,
 ) -> Resolution:
     """The checkpoint units of `schedule` on a model.
 
@@ -250,6 +251,7 @@ def resolve(
         interval_form: what an interval means to the executor (for whole blocks).
         interval_selects_ffn: with a feed-forward backend, an interval (or interval and stride) selects the blocks whose
             feed-forward side is checkpointed, every k-th; False: every block's is.
+        index_continues: every k-th block is counted over all lists, not from 0 in each.
         trainer_ffn_scope: use `Block.trainer_ffn_start`, where a block has one.
 
     Raises:
@@ -302,8 +304,11 @@ def resolve(
             kinds = ", ".join(sorted(set(without)))
             notes.append(f"{len(without)} blocks ({kinds}) have no separate feed-forward side and keep everything")
     elif schedule.backend is not Backend.NONE:
+        before = 0
         for chain in structure.chains:
-            for group in _positions(chain, schedule, interval_form):
+            groups = _positions(chain, schedule, interval_form, before if index_continues else 0)
+            before += len(chain.blocks)
+            for group in groups:
                 names = tuple(chain.blocks[i].name for i in group)
                 units.append(Unit(names, offload))
                 recomputed.extend(names)

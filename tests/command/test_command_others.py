@@ -231,3 +231,26 @@ def test_ctrl_c_in_a_run_is_one_line(advise: Advise, plan: str, monkeypatch: pyt
     done = advise("run", plan)
     assert done.status == 130
     assert done.error == "interrupted"
+
+
+def test_a_model_says_what_each_executor_makes_of_the_controls(advise: Advise) -> None:
+    text = advise("models", "flux").flat
+    for words in (
+        "executor bundled: - interval k puts k consecutive blocks into one checkpoint",
+        "block by block every k-th block, stride ignored, instead of segments, with: feed-forward backend, TREAD routing",
+        "interval: every k-th, stride ignored",
+        "attention offload yes: attention module with its q, k, v and output projections",
+        "executor diffusers: - interval none: every block or nothing",
+    ):
+        assert words in text
+    assert "executor simpletuner: - interval no checkpointing at all" in advise("models", "heartmula").flat
+
+
+def test_a_variant_that_the_trainer_treats_in_another_way_is_shown_apart(advise: Advise) -> None:
+    assert "Checkpointing of v2.1, executor simpletuner" in advise("models", "qwen_image").flat
+    found = json.loads(advise("models", "qwen_image", "--json").out)
+    assert found["executors"]["simpletuner"]["interval"] == "every-kth"
+    assert list(found["variant_executors"]) == ["v2.1"]
+    newer = found["variant_executors"]["v2.1"]["simpletuner"]
+    assert newer["interval"] == "segments"
+    assert newer["per_block_when"] == ["block swapping", "hidden-state capture", "a KV cache"]

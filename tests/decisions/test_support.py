@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 
 from advisor.exporters import simpletuner
 from decision_rules import support
-from decision_rules.support import Executor, candidates, check, semantics, trainer_support
+from decision_rules.support import Executor, Ffn, candidates, check, semantics, trainer_support
 from estimators.schedule import Action, Backend, IntervalForm, Schedule, resolve
+from probes import catalogue
 from probes.structure import Block, Chain, Structure
 
 NONE, TORCH, FFN = Schedule(), Schedule(Backend.TORCH), Schedule(Backend.TORCH_FFN)
 FIVE = ("flux", "sd3", "sdxl", "wan", "z_image")
+FAMILIES = sorted({row.family for row in support._matrix()})
 
 
 def structure(n: int = 30, ffn: bool = True, linked: bool | None = True) -> Structure:
@@ -44,7 +47,7 @@ def test_a_supported_interval_runs_as_it_is_without_a_note() -> None:
 
 
 @pytest.mark.parametrize("backend", [Backend.TORCH_FFN, Backend.UNSLOTH_FFN])
-@pytest.mark.parametrize("family", ["sd3", "sdxl", "chroma"])
+@pytest.mark.parametrize("family", ["sd3", "sdxl", "pixart"])
 def test_a_feed_forward_backend_is_rejected_where_the_trainer_rejects_it(family: str, backend: Backend) -> None:
     verdict = check(Executor.SIMPLETUNER, family, STRUCTURE, Schedule(backend))
     assert not verdict.supported
@@ -105,10 +108,93 @@ def test_the_trainer_rejects_schedules_of_single_blocks() -> None:
 def test_every_family_of_the_matrix_has_a_known_meaning() -> None:
     matrix = support._matrix()
     assert len(matrix) > 40
-    for family, row in matrix.items():
-        assert row.unsloth in ("yes", "ignored") or row.unsloth.startswith("only with interval"), family
-        assert row.interval or row.interval_form is IntervalForm.IGNORED, family
-        assert trainer_support(family) is row
+    for row in matrix:
+        assert row.unsloth in ("yes", "ignored") or row.unsloth.startswith("only with interval"), row.family
+        assert row.interval or row.interval_form is IntervalForm.IGNORED, row.family
+        assert trainer_support(row.family, row.variant.replace("*", "base") or None) is row
+        segments = row.interval_form is IntervalForm.SEGMENTS
+        assert bool(row.per_block_when) == bool(row.per_block_loop) == segments, row.family
+        assert bool(row.ffn_scope) <= (row.ffn is not Ffn.NO), row.family
+        assert bool(row.offload_scope) == row.attention_offload or row.family == "infinitetalk"
+
+
+def test_every_row_is_of_a_variant_that_exists() -> None:
+    for row in support._matrix():
+        if row.variant:
+            assert fnmatch.filter(catalogue.find(row.family).variants, row.variant), row
+
+
+def test_variants_of_one_family_may_have_rows_of_their_own() -> None:
+    first, second = (trainer_support("qwen_image", v) for v in ("edit-v1", "v2.1"))
+    assert (first.form, second.form) == (IntervalForm.EVERY_KTH, IntervalForm.SEGMENTS)
+    assert semantics(Executor.SIMPLETUNER, "qwen_image", "v2.1").interval_form is IntervalForm.SEGMENTS
+    assert trainer_support("qwen_image") == first
+
+
+def test_controls_that_a_loader_does_not_pass_on_are_named() -> None:
+    verdict = check(Executor.SIMPLETUNER, "ace_step", STRUCTURE, Schedule(Backend.TORCH, 2), "v15-base")
+    assert verdict.effective == TORCH
+    assert verdict.notes == (
+        "SimpleTuner does not pass the interval on to ace_step: this runs as torch on every block",
+    )
+
+
+def test_a_family_without_checkpointing_code_cannot_be_checkpointed() -> None:
+    verdict = check(Executor.SIMPLETUNER, "heartmula", STRUCTURE, TORCH)
+    assert not verdict.supported
+    assert "no checkpointing for heartmula" in str(verdict.reason)
+    assert candidates(Executor.SIMPLETUNER, "heartmula", STRUCTURE) == [NONE]
+
+
+def test_chromas_torch_ffn_stops_and_its_unsloth_ffn_runs() -> None:
+    assert "stops with an error" in str(check(Executor.SIMPLETUNER, "chroma", STRUCTURE, FFN).reason)
+    schedule = Schedule(Backend.UNSLOTH_FFN, 2, 4)
+    assert check(Executor.SIMPLETUNER, "chroma", STRUCTURE, schedule).effective == schedule
+
+
+def test_krea2_runs_a_feed_forward_backend_with_an_interval_on_whole_blocks() -> None:
+    assert not check(Executor.SIMPLETUNER, "krea2", STRUCTURE, FFN).supported
+    verdict = check(Executor.SIMPLETUNER, "krea2", STRUCTURE, Schedule(Backend.UNSLOTH_FFN, 2, 4))
+    assert verdict.effective == Schedule(Backend.UNSLOTH, 2, 4)
+    assert "whole blocks" in verdict.notes[0]
+
+
+@pytest.mark.parametrize("family", ["wan", "z_image", "ltxvideo2", "mageflow"])
+def test_an_interval_does_nothing_with_a_feed_forward_backend_where_every_block_gets_it(family: str) -> None:
+    verdict = check(Executor.SIMPLETUNER, family, STRUCTURE, Schedule(Backend.TORCH_FFN, 2))
+    assert verdict.effective == FFN
+    assert "ignores the interval" in verdict.notes[0]
+
+
+def test_flux_ignores_the_stride_with_a_feed_forward_backend_and_minimax_does_not() -> None:
+    strided = Schedule(Backend.TORCH_FFN, 2, 4)
+    assert check(Executor.SIMPLETUNER, "flux", STRUCTURE, strided).effective == Schedule(Backend.TORCH_FFN, 2)
+    assert check(Executor.SIMPLETUNER, "minimaxh3", STRUCTURE, strided).effective == strided
+
+
+def test_blocks_are_counted_on_over_the_lists_where_the_trainer_does_so() -> None:
+    def chain(path: str, n: int) -> Chain:
+        return Chain(path, tuple(Block(f"{path}.{i}", "Kind") for i in range(n)), True)
+
+    model = Structure((chain("text", 2), chain("visual", 6)))
+
+    def recomputed(family: str, schedule: Schedule) -> tuple[str, ...]:
+        meaning = semantics(Executor.SIMPLETUNER, family)
+        done = resolve(schedule, model, meaning.interval_form, index_continues=meaning.index_continues)
+        return done.recomputed_blocks
+
+    assert recomputed("kandinsky5_video", Schedule(Backend.TORCH, 3)) == ("text.0", "visual.1", "visual.4")
+    assert recomputed("auraflow", Schedule(Backend.TORCH, 3)) == ("text.0", "visual.0", "visual.3")
+    assert recomputed("hidream", Schedule(Backend.TORCH, 1, 2)) == tuple(b.name for b in model.blocks)
+    assert recomputed("hidream", Schedule(Backend.TORCH, 2, 3)) == (
+        "text.0", "text.1", "visual.1", "visual.2", "visual.4", "visual.5",
+    )  # fmt: skip
+
+
+def test_an_offload_of_the_kernel_alone_says_that_the_estimate_moves_more() -> None:
+    verdict = check(Executor.SIMPLETUNER, "flux2", STRUCTURE, Schedule(offload_attention=True))
+    assert "only what the attention kernel saves" in verdict.notes[0]
+    assert check(Executor.SIMPLETUNER, "flux", STRUCTURE, Schedule(offload_attention=True)).notes == ()
 
 
 # Others --------------------------------------------------------------------------------------------------------------
@@ -168,7 +254,7 @@ def _effects(executor: Executor, family: str, model: Structure) -> list[tuple[An
 
 @given(
     st.sampled_from(Executor),
-    st.sampled_from(sorted(support._matrix())),
+    st.sampled_from(FAMILIES),
     st.integers(1, 60),
     st.booleans(),
     st.sampled_from([True, False, None]),
@@ -180,7 +266,7 @@ def test_no_two_candidates_do_the_same_to_a_model(
     assert len(effects) == len(set(effects))
 
 
-@given(st.sampled_from(Executor), st.sampled_from(sorted(support._matrix())), st.integers(1, 60), st.booleans())
+@given(st.sampled_from(Executor), st.sampled_from(FAMILIES), st.integers(1, 60), st.booleans())
 def test_every_candidate_is_supported_and_runs_as_it_is_written(
     executor: Executor, family: str, n: int, ffn: bool
 ) -> None:
@@ -189,13 +275,24 @@ def test_every_candidate_is_supported_and_runs_as_it_is_written(
     assert found[0] == NONE
     for schedule in found:
         verdict = check(executor, family, model, schedule)
-        assert (verdict.supported, verdict.effective, verdict.notes) == (True, schedule, ())
+        assert (verdict.supported, verdict.effective) == (True, schedule)
+        assert schedule.offload_attention or verdict.notes == ()
 
 
-def test_whole_block_checkpointing_is_a_candidate_everywhere() -> None:
+def test_whole_block_checkpointing_is_a_candidate_wherever_there_is_code_for_it() -> None:
     for executor in Executor:
-        for family in support._matrix():
-            assert TORCH in candidates(executor, family, STRUCTURE)
+        for family in FAMILIES:
+            row = trainer_support(family)
+            there = {Executor.SIMPLETUNER: row.checkpoints, Executor.DIFFUSERS: row.diffusers}.get(executor, True)
+            assert (TORCH in candidates(executor, family, STRUCTURE)) is there
+
+
+def test_diffusers_has_no_class_for_the_models_that_the_project_defines_itself() -> None:
+    own = {n for n, f in catalogue.families().items() if f.model_class.startswith("probes.models")}
+    without = {n for n in catalogue.families() if not trainer_support(n).diffusers}
+    assert without == own - {"anima"}  # its core is a class of diffusers
+    verdict = check(Executor.DIFFUSERS, "mageflow", STRUCTURE, TORCH)
+    assert verdict.reason == "diffusers has no model class for mageflow; --executor bundled runs this"
 
 
 @pytest.mark.parametrize(("family", "has"), [("flux", True), ("sd3", False), ("sdxl", False), ("wan", True)])
