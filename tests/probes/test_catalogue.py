@@ -99,6 +99,7 @@ def test_a_sheet_agrees_with_itself(family: catalogue.Family) -> None:
     assert family.default_variant in family.variants
     assert family.kind in ("image", "video", "audio")
     assert family.padding in ("max_length", "longest")
+    assert {family.of(v).objective for v in family.variants} <= {"flow", "epsilon", "velocity", "tokens"}
     assert family.source
     # its defaults, and the small copy's shape, are shapes that it takes
     default = from_request({"model": family.name})
