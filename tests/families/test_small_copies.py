@@ -1,0 +1,56 @@
+"""Every family's small copy, trained on the CPU: bit-equal gradients and the predicted peak, under every kind of schedule."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+
+import pytest
+from families_list import CASES, check_linked
+
+from advisor.verification import compare_on_cpu
+from estimators.schedule import Backend, Schedule
+from probes.profile import Profile
+from probes.workload import from_request, reduced_copy
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """What the libraries hold is not looked at again by every garbage collection that a measurement asks for."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def schedules(profile: Profile) -> Sequence[Schedule]:
+    """One of each kind that the runtime executes on this model."""
+    found = [
+        Schedule(),
+        Schedule(Backend.TORCH),
+        Schedule(Backend.TORCH, 2),
+        Schedule(Backend.TORCH, 2, 4),
+        Schedule(Backend.UNSLOTH),
+    ]
+    if profile.structure.has_feed_forward:
+        found += [Schedule(Backend.TORCH_FFN), Schedule(Backend.UNSLOTH_FFN, 2)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_the_small_copy_trains_exactly_and_within_two_percent_of_the_predicted_peak(
+    name: str, variant: str | None
+) -> None:
+    profiles: list[Profile] = []
+
+    def choose(profile: Profile) -> Sequence[Schedule]:
+        profiles.append(profile)
+        return schedules(profile)
+
+    results = compare_on_cpu(reduced_copy(from_request({"model": name, "variant": variant})), choose)
+    assert len(results) == len(schedules(profiles[0]))
+    for found in results:
+        assert found.exact, found.schedule.name
+        assert abs(found.error) < 0.02, f"{found.schedule.name}: {found.error:+.2%}"
+        assert (found.recomputed > 0) == (found.schedule.backend is not Backend.NONE)
+    check_linked(name, profiles[0].structure.chains)
