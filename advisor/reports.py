@@ -399,6 +399,8 @@ def draw_models(families: Iterable[Family], console: Console) -> None:
 _FORMS = {
     IntervalForm.SEGMENTS: "k puts k consecutive blocks into one checkpoint; a stride leaves the blocks between two segments alone",
     IntervalForm.EVERY_KTH: "k recomputes every k-th block on its own; a stride s those with index % s < k",
+    IntervalForm.EVERY_KTH_OVERALL: "k recomputes every k-th block on its own; a stride s those with index % s < k; the index counts on from one list of "
+    "blocks to the next",
     IntervalForm.IGNORED: "ignored, and the stride: every block is a checkpoint of its own",
 }
 
@@ -439,8 +441,6 @@ def _trainer_facts(row: TrainerSupport) -> dict[str, str]:
         facts["interval"] = "dropped with a warning, and the stride: every block is a checkpoint of its own"
     else:
         facts["interval"] = _FORMS[row.interval_form] + ("" if row.stride else "; the stride is dropped with a warning")
-    if row.index_continues:
-        facts["interval"] += "; blocks are counted on from one list to the next"
     if row.per_block_when:
         facts["block by block"] = f"{row.per_block_loop}, instead of segments, with: {', '.join(row.per_block_when)}"
     match row.ffn:

@@ -55,8 +55,6 @@ class TrainerSupport:
     attention_offload: bool
     offload_scope: str
     """What attention offload wraps."""
-    index_continues: bool
-    """Blocks are counted on from one list to the next; else every list starts at 0."""
     per_block_when: tuple[str, ...]
     """What makes the trainer leave segments and go block by block."""
     per_block_loop: str
@@ -98,7 +96,7 @@ def _matrix() -> tuple[TrainerSupport, ...]:
         TrainerSupport(
             family=r["family"],
             variant=r["variant"],
-            interval_form=forms[r["schedule"]],
+            interval_form=IntervalForm.EVERY_KTH_OVERALL if r["index"] == "continues" else forms[r["schedule"]],
             checkpoints=r["schedule"] != "none",
             interval=r["interval_safety"] == "True",
             stride=r["stride_safety"] == "True",
@@ -108,7 +106,6 @@ def _matrix() -> tuple[TrainerSupport, ...]:
             ffn_interval=r["ffn_interval"],
             attention_offload=r["attention_offload"] == "yes",
             offload_scope=r["offload_scope"],
-            index_continues=r["index"] == "continues",
             per_block_when=tuple(filter(None, r["per_block_when"].split("; "))),
             per_block_loop=r["per_block_loop"],
             training_mode=r["training_mode"] == "yes",
@@ -120,7 +117,7 @@ def _matrix() -> tuple[TrainerSupport, ...]:
 
 
 _UNKNOWN = TrainerSupport(
-    "", "", IntervalForm.IGNORED, True, False, False, "ignored", Ffn.NO, "", "", False, "", False, (), "", False, True,
+    "", "", IntervalForm.IGNORED, True, False, False, "ignored", Ffn.NO, "", "", False, "", (), "", False, True,
     "not in the trainer's matrix",
 )  # fmt: skip
 
@@ -151,7 +148,6 @@ def semantics(executor: Executor, family: str, variant: str | None = None) -> Se
                 interval_selects_ffn=row.ffn_interval.startswith("every"),
                 trainer_ffn_scope=True,
                 copies_out_overlap=True,
-                index_continues=row.index_continues,
             )
 
 
@@ -290,7 +286,6 @@ def candidates(executor: Executor, family: str, structure: Structure, variant: s
             meaning.interval_form,
             interval_selects_ffn=meaning.interval_selects_ffn,
             trainer_ffn_scope=meaning.trainer_ffn_scope,
-            index_continues=meaning.index_continues,
         )
         effect = (done.units, done.offloaded_attention)
         if effect not in effects:

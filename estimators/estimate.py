@@ -29,8 +29,6 @@ class Semantics:
     trainer_ffn_scope: bool = False
     copies_out_overlap: bool = False
     """Device-to-host copies run on a stream of their own."""
-    index_continues: bool = False
-    """Blocks are counted on from one list to the next when an interval selects every k-th one."""
 
     def resolve(self, schedule: Schedule, profile: Profile) -> Resolution:
         return resolve(
@@ -39,7 +37,6 @@ class Semantics:
             self.interval_form,
             interval_selects_ffn=self.interval_selects_ffn,
             trainer_ffn_scope=self.trainer_ffn_scope,
-            index_continues=self.index_continues,
         )
 
 

@@ -53,6 +53,8 @@ class IntervalForm(StrEnum):
     """k consecutive blocks share one checkpoint; the next one starts a stride later."""
     EVERY_KTH = "every-kth"
     """Block i is checkpointed on its own when ``i % k == 0`` (with stride: ``i % stride < k``)."""
+    EVERY_KTH_OVERALL = "every-kth-overall"
+    """The same, where i counts on from one list of blocks to the next."""
     IGNORED = "ignored"
     """The executor drops the option."""
 
@@ -226,7 +228,7 @@ def _positions(chain: Chain, schedule: Schedule, form: IntervalForm, before: int
     k, s = schedule.interval or 1, schedule.stride
     if form is IntervalForm.IGNORED or not chain.groupable or k == 1:
         return [[i] for i in range(n)]
-    if form is IntervalForm.EVERY_KTH:
+    if form is not IntervalForm.SEGMENTS:
         return [[i] for i in range(n) if ((i + before) % s < k if s else (i + before) % k == 0)]
     groups = [list(range(start, min(start + k, n))) for start in range(0, n, s or k)]
     if chain.linked is False:
@@ -241,7 +243,6 @@ def resolve(
     *,
     interval_selects_ffn: bool = True,
     trainer_ffn_scope: bool = False,
-    index_continues: bool = False,
 ) -> Resolution:
     """The checkpoint units of `schedule` on a model.
 
@@ -251,7 +252,6 @@ def resolve(
         interval_form: what an interval means to the executor (for whole blocks).
         interval_selects_ffn: with a feed-forward backend, an interval (or interval and stride) selects the blocks whose
             feed-forward side is checkpointed, every k-th; False: every block's is.
-        index_continues: every k-th block is counted over all lists, not from 0 in each.
         trainer_ffn_scope: use `Block.trainer_ffn_start`, where a block has one.
 
     Raises:
@@ -306,7 +306,9 @@ def resolve(
     elif schedule.backend is not Backend.NONE:
         before = 0
         for chain in structure.chains:
-            groups = _positions(chain, schedule, interval_form, before if index_continues else 0)
+            groups = _positions(
+                chain, schedule, interval_form, before if interval_form is IntervalForm.EVERY_KTH_OVERALL else 0
+            )
             before += len(chain.blocks)
             for group in groups:
                 names = tuple(chain.blocks[i].name for i in group)

@@ -180,7 +180,7 @@ def test_blocks_are_counted_on_over_the_lists_where_the_trainer_does_so() -> Non
 
     def recomputed(family: str, schedule: Schedule) -> tuple[str, ...]:
         meaning = semantics(Executor.SIMPLETUNER, family)
-        done = resolve(schedule, model, meaning.interval_form, index_continues=meaning.index_continues)
+        done = resolve(schedule, model, meaning.interval_form)
         return done.recomputed_blocks
 
     assert recomputed("kandinsky5_video", Schedule(Backend.TORCH, 3)) == ("text.0", "visual.1", "visual.4")
