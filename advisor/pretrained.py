@@ -10,9 +10,11 @@ import torch
 from safetensors import SafetensorError
 
 from probes.build import model_class, quiet
+from probes.hub import COMPONENTS
+from probes.infer import accepted
 from probes.workload import Workload, WorkloadError
 
-SUBFOLDERS = ("transformer", "unet")
+SUBFOLDERS = COMPONENTS
 
 
 def _config_file(source: str) -> Path:
@@ -60,12 +62,18 @@ def pretrained_config(source: str, workload: Workload) -> str:
         raise WorkloadError(f"--pretrained {source}: {path.name} is not readable JSON ({error})") from None
     if not isinstance(config, dict):
         raise WorkloadError(f"--pretrained {source}: {path.name} is not a JSON object")
-    wanted = workload.family.model_class.partition(":")[2]
+    cls = model_class(workload.family.model_class)
+    wanted = cls.__name__
+    if not hasattr(cls, "from_pretrained"):
+        raise WorkloadError(
+            f"--pretrained {source}: {workload.model} is no model class of diffusers; its weights cannot be loaded"
+        )
     if config.get("_class_name", wanted) != wanted:
         raise WorkloadError(
             f"--pretrained {source}: it holds a {config['_class_name']}, {workload.model} is a {wanted}"
         )
-    return json.dumps({k: v for k, v in sorted(config.items()) if not k.startswith("_")})
+    taken, _ = accepted(cls, {k: v for k, v in sorted(config.items()) if not k.startswith("_")})
+    return json.dumps(taken)
 
 
 def load_state(source: str, workload: Workload) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,12 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from probes import fused, lokr, outside, stand_ins
 from probes.catalogue import InputSpec
 from probes.expressions import evaluate, evaluate_all
 from probes.workload import Workload, WorkloadError
 
+MOST_MODULES = 50_000
+"""No model has more; those of the catalogue have up to 4000."""
+BUILD_SECONDS = 60.0
 MOST_ELEMENTS = 2**33
 """No input of a model is larger."""
 
@@ -100,6 +105,37 @@ def config_of(workload: Workload) -> dict[str, Any]:
     return config
 
 
+def build_limited(cls: type[nn.Module], config: Mapping[str, Any]) -> nn.Module:
+    """A model from a config that may say anything, on the current default device.
+
+    Raises:
+        BuildError: the class does not take the config, or that asks for absurdly many modules.
+    """
+    count, end = 0, time.monotonic() + BUILD_SECONDS
+
+    def registered(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > MOST_MODULES or (count % 256 == 0 and time.monotonic() > end):
+            raise BuildError(
+                f"the config asks for more than {min(count, MOST_MODULES)} modules; that is no model to train"
+            )
+
+    hook = register_module_module_registration_hook(registered)
+    try:
+        with quiet(), contextlib.redirect_stdout(sys.stderr):
+            return cls(**config)
+    except BuildError:
+        raise
+    except MemoryError:
+        raise BuildError("the config asks for more memory than this machine has") from None
+    except Exception as error:  # noqa: BLE001  a class may refuse its config in any way
+        text = " ".join(str(error).split())[:300]
+        raise BuildError(f"{cls.__name__} does not take this config ({type(error).__name__}: {text})") from None
+    finally:
+        hook.remove()
+
+
 def build_base(workload: Workload, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
     """The model without adapter, float32, on the current default device (use ``torch.device("meta")`` for no memory); its
     projections fused if the workload says so.
@@ -107,8 +143,12 @@ def build_base(workload: Workload, state: Mapping[str, torch.Tensor] | None = No
     Args:
         state: weights to load.
     """
-    with quiet():
-        model = model_class(workload.family.model_class)(**config_of(workload))
+    cls, config = model_class(workload.family.model_class), config_of(workload)
+    if workload.sheet_json or workload.config_json:
+        model = build_limited(cls, config)
+    else:
+        with quiet():
+            model = cls(**config)
     if state is not None:
         model.load_state_dict(state)
     if workload.fuse_qkv:
@@ -283,6 +323,19 @@ def make_inputs(
     return inputs, _fill(target_shape, compute, "normal", generator)
 
 
+def _check_host_memory(workload: Workload) -> None:
+    import psutil
+
+    with torch.device("meta"):
+        needed = 4 * sum(p.numel() for p in build_base(workload).parameters())
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise WorkloadError(
+            f"the float32 weights of {workload.model} need {needed / 2**30:.1f} GiB and this machine has {free / 2**30:.1f} GiB "
+            "free; a smaller [reduced] config in --model-config makes the copy that runs on a CPU smaller"
+        )
+
+
 def real_job(
     workload: Workload, *, seed: int = 0, device: str = "cpu", state: Mapping[str, torch.Tensor] | None = None
 ) -> Job:
@@ -290,7 +343,12 @@ def real_job(
 
     Args:
         state: weights to load into the base before the adapter is added (else random).
+
+    Raises:
+        WorkloadError: a model outside the catalogue whose float32 weights do not fit into this machine's memory.
     """
+    if workload.sheet_json:
+        _check_host_memory(workload)
     torch.manual_seed(seed)
     model = build_base(workload, state)
     if state is None:

@@ -28,8 +28,6 @@ from probes.step import predict
 from probes.traced import meta_autocast
 from probes.workload import Workload, WorkloadError, from_request
 
-MOST_MODULES = 50_000
-BUILD_SECONDS = 60.0
 SEARCH_SECONDS = 45.0
 MOST_TRIES = 400
 SMALL_PARAMETERS = 60_000_000
@@ -48,28 +46,11 @@ def build_limited(cls: type[nn.Module], config: Mapping[str, Any], who: str) -> 
     Raises:
         InferenceError: the class does not take the config.
     """
-    count, end = 0, time.monotonic() + BUILD_SECONDS
-
-    def registered(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > MOST_MODULES or (count % 256 == 0 and time.monotonic() > end):
-            raise InferenceError(
-                f"{who}: the config asks for more than {min(count, MOST_MODULES)} modules; that is no model to train"
-            )
-
-    hook = module_hooks.register_module_module_registration_hook(registered)
     try:
-        with build.quiet(), torch.device("meta"):
-            model = cls(**config)
-    except InferenceError:
-        raise
-    except MemoryError:
-        raise InferenceError(f"{who}: the config asks for more memory than this machine has") from None
-    except Exception as error:  # noqa: BLE001  a class may refuse its config in any way
-        raise InferenceError(f"{who}: {cls.__name__} does not take this config ({_line(error)})") from None
-    finally:
-        hook.remove()
+        with torch.device("meta"):
+            model = build.build_limited(cls, config)
+    except build.BuildError as error:
+        raise InferenceError(f"{who}: {error}") from None
     if next(model.parameters(), None) is None:
         raise InferenceError(f"{who}: {cls.__name__} has no parameters")
     return model

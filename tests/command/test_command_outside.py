@@ -568,3 +568,46 @@ def test_a_plan_needs_neither_folder_nor_hub(advise: Advise, tmp_path: Path) -> 
     loaded = plan_files.load(plan)
     assert loaded.workload.family.variant(None).config["num_layers"] == 2
     assert advise("run", str(plan), "--steps", "1", "--device", "cpu").status == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"num_layers": 9999}, "more than 50000 modules"),
+        ({"num_layers": 9, "num_attention_heads": 4096, "attention_head_dim": 128}, "need .* GiB and this machine has"),
+        ({"no_such_argument": 1}, "does not take this config"),
+    ],
+)
+def test_a_plan_of_an_impossible_model_is_one_line(
+    advise: Advise, tmp_path: Path, config: dict[str, Any], error: str
+) -> None:
+    plan = tmp_path / "plan.json"
+    assert advise("--model", str(folder(tmp_path / "mine", FLUX)), *SIZE, "--plan", str(plan)).status == 0
+    content = json.loads(plan.read_text())
+    variants = content["workload"]["sheet"]["variants"]
+    variants[next(iter(variants))]["config"] |= config
+    plan.write_text(json.dumps(content))
+    done = advise("verify", str(plan), "--steps", "1", "--device", "cpu")
+    assert done.status == 2
+    assert re.search(error, done.err.splitlines()[-1]), done.err
+
+
+def test_given_weights_of_a_class_without_a_sheet_are_trained(advise: Advise, tmp_path: Path) -> None:
+    from diffusers import DiTTransformer2DModel
+
+    model, plan = tmp_path / "mine", tmp_path / "plan.json"
+    config = {k: v for k, v in DIT.items() if not k.startswith("_")}
+    DiTTransformer2DModel(**config).save_pretrained(model)
+    stored = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(stored | {"of_an_older_version": True}))
+    assert advise("--model", str(model), *SIZE, "--plan", str(plan)).status == 0
+    done = advise("verify", str(plan), "--pretrained", str(model), "--steps", "1", "--device", "cpu", "--json")
+    assert done.status == 0, done.err + done.out
+    assert json.loads(done.out)["exact"] is True
+
+
+def test_weights_cannot_be_given_for_a_class_that_loads_none(advise: Advise, own: Path) -> None:
+    assert advise(*OWN, *SIZE, "--plan", "plan.json").status == 0
+    folder(own / "weights", {"width": 64})
+    done = advise("verify", "plan.json", "--model-class", "own_nets:Net", "--pretrained", "./weights", "--steps", "1")
+    assert "is no model class of diffusers; its weights cannot be loaded" in last_error(done)
