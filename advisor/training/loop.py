@@ -177,6 +177,10 @@ def run(
     finally:
         log.close()
     notes += trainer.notes
+    if saved is not None and workload.adapter != "full" and not hasattr(job.model, "load_lora_adapter"):
+        notes.append(
+            f"{type(job.model).__name__} has no loader for adapters in diffusers; docs/training.md shows how PEFT loads it"
+        )
     if log.failed is not None:
         notes.append(log.failed)
     tail = sorted(trainer.seconds[1:] or trainer.seconds)

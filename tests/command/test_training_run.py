@@ -88,6 +88,12 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ad
     assert (second.first_step, second.lr) == (4, 0.01)
 
 
+def test_training_lowers_the_loss() -> None:
+    plan = SimpleNamespace(workload=from_request({"model": "z_image"}), schedule=NONE)
+    still, learning = (run(plan, steps=30, lr=lr, device="cpu").losses[-10:] for lr in (1e-12, 0.02))
+    assert sum(learning) < 0.97 * sum(still)
+
+
 def test_a_stopped_run_saves_its_step_and_resumes_to_the_same_losses(
     tmp_path: Path, latents: Path, uninterrupted: tuple[float, ...]
 ) -> None:

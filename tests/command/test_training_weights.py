@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from advisor.training import run, weights
 from estimators.schedule import Backend, Schedule
 from probes.build import Job, build_base, model_class
+from probes.catalogue import families
 from probes.workload import Workload, WorkloadError, from_request, reduced_copy
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -38,8 +39,7 @@ def _given(name: str, folder: Path) -> Path:
         for p in model.parameters():
             if p.numel() > 1 and not p.any():
                 p.normal_(std=0.02)
-    part = "unet" if name == "sdxl" else "transformer"
-    model.save_pretrained(folder / part)
+    model.save_pretrained(folder / weights.prefix_of(model))
     return folder
 
 
@@ -92,6 +92,45 @@ def test_diffusers_loads_the_lora_with_its_alpha(name: str, trained: Any, tmp_pa
         metadata = json.loads(file.metadata()[weights.METADATA_KEY])
     prefix = weights.prefix_of(job.model)
     assert (metadata[f"{prefix}.lora_alpha"], metadata[f"{prefix}.r"]) == (10, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families())
+def test_diffusers_loads_the_lora_of_every_family_that_it_has_a_loader_for(name: str, tmp_path: Path) -> None:
+    small = reduced_copy(from_request({"model": name}))
+    if not hasattr(model_class(small.family.model_class), "load_lora_adapter"):
+        pytest.skip("diffusers has no loader for this class")
+    _given(name, tmp_path / "given")
+    plan = SimpleNamespace(workload=small, schedule=Schedule(backend=Backend.TORCH))
+    result = run(plan, steps=1, output=tmp_path / "out", pretrained=str(tmp_path / "given"), device="cpu")
+    assert not any("no loader" in note for note in result.notes)
+    cls: Any = model_class(small.family.model_class)
+    model = cls.from_pretrained(tmp_path / "given" / ("unet" if "UNet" in cls.__name__ else "transformer"))
+    model.load_lora_adapter(str(tmp_path / "out"), prefix=weights.prefix_of(model), use_safetensors=True)
+    held = load_file(tmp_path / "out" / weights.ADAPTER_FILE)
+    loaded = {n.replace(".default_0", ""): p for n, p in model.named_parameters() if ".lora_" in n}
+    assert {f"{weights.prefix_of(model)}.{n}" for n in loaded} == set(held)
+    assert all(torch.equal(p, held[f"{weights.prefix_of(model)}.{n}"]) for n, p in loaded.items())
+
+
+def test_a_class_without_a_loader_is_noted_and_peft_loads_its_lora(tmp_path: Path) -> None:
+    from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+
+    _given("pixart", tmp_path / "given")
+    plan = SimpleNamespace(workload=reduced_copy(from_request({"model": "pixart"})), schedule=Schedule())
+    result = run(plan, steps=2, lr=0.02, output=tmp_path / "out", pretrained=str(tmp_path / "given"), device="cpu")
+    assert any("PixArtTransformer2DModel has no loader for adapters in diffusers" in note for note in result.notes)
+    cls: Any = model_class(plan.workload.family.model_class)
+    model = cls.from_pretrained(tmp_path / "given" / "transformer")
+    file = tmp_path / "out" / weights.ADAPTER_FILE
+    state = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
+    with safe_open(str(file), framework="pt") as opened:
+        config = json.loads(opened.metadata()[weights.METADATA_KEY])
+    inject_adapter_in_model(LoraConfig(**{k.removeprefix("transformer."): v for k, v in config.items()}), model)
+    assert not set_peft_model_state_dict(model, state).unexpected_keys
+    loaded = {n.replace(".default", ""): p for n, p in model.named_parameters() if ".lora_" in n}
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(p, state[n]) for n, p in loaded.items())
 
 
 def test_a_diffusers_pipeline_loads_the_lora(trained: Any, tmp_path: Path) -> None:
