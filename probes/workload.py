@@ -197,15 +197,15 @@ def _choice(option: str, value: Any, valid: Sequence[str]) -> str:
     raise WorkloadError(f"--{option} {value!r} is not valid{hint}; valid: {', '.join(valid)}")
 
 
-def _whole(option: str, value: Any, most: int) -> int:
+def _whole(option: str, value: Any, most: int, least: int = 1) -> int:
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
         or (isinstance(value, float) and not value.is_integer())
     ):
-        raise WorkloadError(f"--{option} must be a whole number from 1 to {most}, not {value!r}")
-    if not 1 <= value <= most:
-        raise WorkloadError(f"--{option} must be from 1 to {most}, not {int(value)}")
+        raise WorkloadError(f"--{option} must be a whole number from {least} to {most}, not {value!r}")
+    if not least <= value <= most:
+        raise WorkloadError(f"--{option} must be from {least} to {most}, not {int(value)}")
     return int(value)
 
 
@@ -247,10 +247,6 @@ def parse_resolution(value: Any, family: catalogue.Family, option: str = "resolu
             raise WorkloadError(
                 f"--{option} {value}: {name} must be from {family.min_side} to {most} pixels for {family.name}, not {side} (nearest: {near})"
             )
-    if width % step or height % step:
-        raise WorkloadError(
-            f"--{option} {value} does not fit {family.name}: width and height must be multiples of {step} (nearest: {near})"
-        )
     longest = family.max_side
     if longest is not None and max(width, height) > longest:
         raise WorkloadError(
@@ -261,6 +257,10 @@ def parse_resolution(value: Any, family: catalogue.Family, option: str = "resolu
         raise WorkloadError(
             f"--{option} {value} is too large for {family.name}: width x height must be at most {family.max_pixels} pixels "
             f"(nearest: {near})"
+        )
+    if width % step or height % step:
+        raise WorkloadError(
+            f"--{option} {value} does not fit {family.name}: width and height must be multiples of {step} (nearest: {near})"
         )
     return height, width
 
@@ -406,7 +406,7 @@ def _references(value: Any, family: catalogue.Family, variant: str) -> int:
         others = [v for v in family.variants if v != variant and family.of(v).max_references]
         what = f"--variant {' or '.join(others)} does" if others else "leave --references out"
         raise WorkloadError(f"--references {value}: {family.name} {variant} takes no reference images; {what}")
-    return _whole("references", value, family.max_references)
+    return _whole("references", value, family.max_references, least=0)
 
 
 REQUEST_KEYS = (
@@ -491,7 +491,7 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
     text_limit = variant.text_tokens or family.text_tokens
     caption = _whole("caption-tokens", get("caption_tokens", text_limit), 1_000_000)
     if caption > text_limit:
-        raise WorkloadError(f"--caption-tokens {caption} is more than {family.name} takes ({text_limit})")
+        raise WorkloadError(f"--caption-tokens {caption} is more than {family.name} takes (at most {text_limit})")
     text_padding = _choice("text-padding", get("text_padding", "auto"), TEXT_PADDING)
     padding = family.padding if text_padding == "auto" else text_padding
     adapter = _choice("adapter", get("adapter", "lora"), ADAPTERS)

@@ -225,7 +225,7 @@ def test_frames_that_the_vae_does_not_take_are_refused_with_the_nearest(frames: 
 
 
 def test_more_caption_tokens_than_the_model_takes_are_refused_with_the_limit() -> None:
-    with pytest.raises(WorkloadError, match=r"--caption-tokens 257 is more than flux takes \(256\)"):
+    with pytest.raises(WorkloadError, match=r"--caption-tokens 257 is more than flux takes \(at most 256\)"):
         from_request({"model": "flux", "variant": "schnell", "caption_tokens": 257})
 
 
