@@ -132,8 +132,8 @@ def run(
     notes: list[str] = list(plan.workload.family.notes)
     if checkpoint is not None:
         notes.append(f"resumed from {checkpoint.path}, step {checkpoint.step}")
-        if checkpoint.settings["lr"] != settings["lr"]:
-            notes.append(f"the learning rate is {settings['lr']:g}, before it was {checkpoint.settings['lr']:g}")
+        if (before := checkpoint.settings.get("lr")) != settings["lr"]:
+            notes.append(f"the learning rate is {settings['lr']:g}, before it was {before}")
     workload = _what_trains(plan, pretrained, use_cuda, notes)
     with torch.device("meta"):
         shape_only = build_base(workload)
@@ -171,7 +171,7 @@ def run(
         try:
             with interruption.deferred() if interruption is not None else contextlib.nullcontext():
                 trainer.train(start, steps, checkpoint_every, on_step, interruption)
-                saved = None if output is None else weights.save(job, workload, output)
+                saved = None if output is None else _save_result(trainer, workload, output)
         except Stopped as stop:
             raise stop if stop.left else Stopped(stop.number, f"at once; {trainer.left()}") from None
     finally:
@@ -199,6 +199,19 @@ def run(
         metrics=metrics,
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _save_result(trainer: _Trainer, workload: Workload, output: Path) -> Path:
+    """
+    Raises:
+        WorkloadError: the folder cannot be written (any more); says which checkpoint is there.
+    """
+    try:
+        return weights.save(trainer.job, workload, output)
+    except OSError as error:
+        raise WorkloadError(
+            f"--output {output}: what was trained could not be written ({error.strerror or error}); {trainer.left()}"
+        ) from None
 
 
 def _checkpoint(output: Path | None, resume: bool, every: int | None) -> checkpoints.Checkpoint | None:
@@ -272,12 +285,12 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
     if not use_cuda and pretrained is None:
         workload = reduced_copy(planned)
         notes.append(
-            f"no CUDA device: a reduced copy of {workload.model} trains on the CPU ({workload.resolution}, float32)"
+            f"on the CPU a reduced copy of {workload.model} trains (fewer and narrower blocks, {workload.resolution}, float32)"
         )
     elif not use_cuda:
         config = pretrained_config(pretrained or "", planned)
         workload = dataclasses.replace(planned, config_json=config, precision="fp32", attention="auto")
-        notes.append(f"no CUDA device: the given model itself trains on the CPU at {workload.resolution}, float32")
+        notes.append(f"the given model itself trains on the CPU at {workload.resolution}, float32")
     else:
         config = "" if pretrained is None else pretrained_config(pretrained, planned)
         workload = dataclasses.replace(planned, config_json=config)
@@ -509,9 +522,17 @@ class _Trainer:
         return "" if self.newest is None else f"; the newest checkpoint is {self.newest}"
 
     def _save(self, number: int) -> None:
+        """Writes a checkpoint. Where that fails (a full disk) the run goes on, and says so."""
         assert self.output is not None
         settings = {**self.settings, "schedule": self.schedule.name}
-        self.newest = checkpoints.save(self.output / CHECKPOINTS, number, self.job, self.optimizer, settings)
+        try:
+            self.newest = checkpoints.save(self.output / CHECKPOINTS, number, self.job, self.optimizer, settings)
+        except OSError as error:
+            text = f"the checkpoint of step {number} could not be written ({error.strerror or error})"
+            self.say(text)
+            self.notes.append(text)
+            self.log.write(event="checkpoint_failed", step=number, reason=str(error))
+            return
         self.log.write(event="checkpoint", step=number, path=str(self.newest))
 
     def _stopped(self, number: int, asked: int) -> Stopped:

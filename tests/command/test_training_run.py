@@ -429,6 +429,36 @@ def test_a_full_disk_ends_the_metrics_but_not_the_run(tmp_path: Path, monkeypatc
     assert any("no longer written (No space left on device)" in note for note in result.notes)
 
 
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = checkpoints.write_safetensors
+
+    def full(path: Path, *rest: Any) -> None:
+        if "00000002" in path.name:
+            raise OSError(28, "No space left on device")
+        real(path, *rest)
+
+    monkeypatch.setattr(checkpoints, "write_safetensors", full)
+    result = run(PLAN, steps=3, output=tmp_path, checkpoint_every=1, metrics=tmp_path / "m.jsonl", device="cpu")
+    assert "the checkpoint of step 2 could not be written (No space left on device)" in result.notes
+    assert [p.name for p in checkpoints.found(tmp_path / "checkpoints")] == [
+        f"checkpoint-0000000{i}.safetensors" for i in (1, 3)
+    ]
+    assert '"event": "checkpoint_failed", "step": 2' in (tmp_path / "m.jsonl").read_text()
+
+
+def test_a_result_that_cannot_be_written_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop.weights, "write_safetensors", full)
+    with pytest.raises(
+        WorkloadError, match=r"could not be written \(No space left on device\); .*-00000002\.safetensors"
+    ):
+        run(PLAN, steps=2, output=tmp_path, checkpoint_every=2, device="cpu")
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(loop._Trainer, "_forward_backward", lambda self, number: float("nan"))
     with pytest.raises(WorkloadError, match="the loss of step 1 is nan; the run is stopped"):
