@@ -13,7 +13,7 @@ from typing import Any
 
 from decision_rules.ladder import Choice, Objective, choose
 from decision_rules.support import Executor, Verdict, candidates, check, semantics
-from estimators import devices
+from estimators import calibration, devices
 from estimators.devices import Device, DeviceKind
 from estimators.estimate import GIB, Estimate, Estimator
 from estimators.memory import Replay
@@ -312,6 +312,13 @@ class Session:
             estimates.append(dataclasses.replace(found, schedule=schedule))
         save()
         notes = [*workload.family.notes, *warnings, *profile.notes]
+        own, trouble = calibration.current()
+        if trouble is not None:
+            notes.append(trouble)
+        elif own is not calibration.packaged():
+            notes.append(
+                f"step times and bands are from your own calibration ({own.source}); advise calibrate --reset forgets it"
+            )
         if device.note:
             notes.append(device.note)
         return Plan(

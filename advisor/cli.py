@@ -656,6 +656,62 @@ def verify(
 
 
 @app.command(cls=_Command)
+def calibrate(
+    receipts: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RECEIPTS]",
+            help="A folder of receipts that verify --receipt wrote, or one. Default: published rows only.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="Write the calibration there. Default: where estimates look for it.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Fit and print; keep nothing. Default: off.")] = False,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Forget the own calibration; the packaged one counts again. Default: off.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Refits step-time rates and bands on published measurements and on receipts of one's own.
+
+    Takes a minute or two. Estimates use the result from then on.
+    """
+    from pathlib import Path
+
+    from estimators import calibration
+
+    if reset:
+        if receipts is not None or output is not None or dry_run:
+            raise WorkloadError("--reset goes with no receipts, --output or --dry-run")
+        calibration.own_file().unlink(missing_ok=True)
+        _say("the packaged calibration counts again")
+        return
+    path = None if output is None else options.output_file("output", output)
+    from advisor import calibrating
+
+    with _telling() as tell:
+        found = calibrating.calibrate(
+            None if receipts is None else Path(receipts).expanduser(), save=not dry_run, output=path, say=tell
+        )
+    for line in found.left_aside:
+        _say(f"advise: note: left aside: {line}")
+    if as_json:
+        _print_json(found.calibration.to_json())
+    else:
+        from advisor import reports
+
+        sys.stdout.write(reports.render(lambda console: reports.draw_lines(found.lines(), console)))
+
+
+@app.command(cls=_Command)
 def run(
     plan: _PlanArgument,
     model_class: options.PlanModelClass = None,

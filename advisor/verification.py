@@ -23,7 +23,7 @@ import torch
 from advisor.pretrained import load_state, pretrained_config
 from advisor.runtime import apply
 from estimators import devices
-from estimators.bands import Bands
+from estimators.calibration import Band, Bands
 from estimators.devices import Device
 from estimators.estimate import GIB, Estimate, Estimator, Semantics
 from estimators.schedule import Schedule
@@ -103,6 +103,7 @@ class Receipt:
             "workload": self.workload.describe(),
             "reduced_copy": self.workload.reduced,
             "schedule": self.schedule.name,
+            "controls": None if self.schedule.actions is not None else self.schedule.to_controls(),
             "device": self.device,
             "steps": self.steps,
             "predicted": _in_gib(self.predicted),
@@ -235,7 +236,7 @@ def _verify_cpu(
     profile = trace(workload, Target("cpu"))
     say("measuring this CPU")
     machine, clock = cpu_clock(profile)
-    bands = Bands(CPU_MEMORY_BAND, CPU_MEMORY_BAND, 0.0, 0.0, "this run")
+    bands = Bands(Band.symmetric(CPU_MEMORY_BAND), Band.symmetric(CPU_MEMORY_BAND), "this run")
     estimate = Estimator(profile, machine, Semantics(), bands=bands, clock=clock).estimate(schedule)
     # milliseconds of dispatch on whatever else the machine does: shown, but no verdict
     estimate = dataclasses.replace(estimate, step_seconds_low=None, step_seconds_high=None)

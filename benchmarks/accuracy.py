@@ -1,4 +1,4 @@
-"""Everything that `docs/accuracy.md` says, measured anew. Prints the page; with --write it replaces it, and `data/bands.json`.
+"""Everything that `docs/accuracy.md` says, measured anew. Prints the page; with --write it replaces it, and `data/calibration.json`.
 
     python benchmarks/accuracy.py [--write] [--skip-cpu]
 
@@ -12,24 +12,19 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 from cpu_accuracy import compare, table
-from published import Answered, by_family, estimates
 
-from estimators.bands import kind
+from advisor.calibrating import case_of
+from advisor.published import Answered, by_family, estimates
+from estimators.calibration import Calibration, kind
 from estimators.estimate import GIB
+from estimators.fitting import calibrate
 from probes.catalogue import families
 
 ROOT = Path(__file__).parents[1]
 CPU_MODELS = ("flux", "sd3", "wan", "sdxl", "z_image")
 CPU_START, CPU_END = "<!-- CPU runs -->", "<!-- end of CPU runs -->"
-UNSEEN = 1.25
-"""The bands are this many times the error that 95 % of the rows of a kind stay within: other families may differ by more."""
-
-
-WIDEST = 0.35
-"""A wider band of the peak would say nothing; such a kind of job is marked unreliable instead."""
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -55,24 +50,8 @@ def errors(answered: list[Answered]) -> tuple[list[float], list[float], list[flo
     return peak, seconds, ratios
 
 
-def _band(answered: list[Answered]) -> dict[str, Any]:
-    peak, seconds, _ = errors(answered)
-    low, high = UNSEEN * quantile(peak, 0.95), UNSEEN * quantile(seconds, 0.95)
-    unreliable = low > WIDEST
-    low, high = min(low, WIDEST), min(high, 1.0)
-    return {
-        "unreliable": unreliable,
-        "peak_below": round(low, 3),
-        "peak_above": round(low, 3),
-        "time_below": round(1 - 1 / (1 + high), 3),
-        "time_above": round(high, 3),
-        "source": f"benchmarks/accuracy.py: {UNSEEN:g} times the 95th percentile of the error over {len(peak)} published peaks and "
-        f"{len(seconds)} step times of {len({a.row.family for a in answered})} families",
-    }
-
-
-def published() -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Markdown lines and the bands that follow."""
+def published() -> tuple[list[str], Calibration]:
+    """Markdown lines and the calibration that follows."""
     answered, refused = estimates()
     lines = [
         "| family | base | GPU | schedule | peak published GiB | predicted | error | s/step published | predicted | error |",
@@ -141,26 +120,48 @@ def published() -> tuple[list[str], dict[str, dict[str, Any]]]:
         "|---|---|",
     ]
     out += [f"| {n} | {why} |" for why, n in sorted(refused.items(), key=lambda kv: -kv[1])]
-    kinds: dict[str, list[Answered]] = {}
-    for a in answered:
-        kinds.setdefault(kind(a.workload), []).append(a)
-    bands = {name: _band(members) for name, members in sorted(kinds.items())}
-    out += ["", "Bands by kind of job:", "", "| kind | peak | step time |", "|---|---|---|"]
-    out += [
-        f"| {n}{' (unreliable)' if b['unreliable'] else ''} | ±{b['peak_above']:.1%} | -{b['time_below']:.0%} to +{b['time_above']:.0%} |"
-        for n, b in bands.items()
-    ]
-    return out, bands
+    found = calibrate(
+        [case_of(a) for a in answered if a.row.peak_gib or a.row.seconds], f"{len(answered)} published rows"
+    )
+    out += ["", "## Calibration", "", *_calibration(found)]
+    return out, found
+
+
+def _calibration(found: Calibration) -> list[str]:
+    out = ["| left out in turn | rows | median absolute | 95th percentile | bias |", "|---|---|---|---|---|"]
+    for name in ("peak", "time, families left out", "time, cards left out"):
+        e = found.errors[name]
+        said = "peak (nothing is fitted to it)" if name == "peak" else name
+        out.append(
+            f"| {said} | {e['rows']} | {e['median_absolute']:.1%} | {e['p95_absolute']:.0%} | {e['bias']:+.1%} |"
+        )
+    for name in ("peaks inside the band of the other families", "times inside the band of the other families"):
+        e = found.errors[name]
+        out.append(f"\n{name}: {e['share']:.1%} of {e['rows']}.")
+    r = found.errors["residual model"]
+    out.append(
+        f"\nA ridge regression on top of the rates (what kind of step it is) changes the median error on unseen families by "
+        f"{-r['gain on unseen families']:+.0%}; it is {'used' if r['used'] else 'not used'} (needed: -{r['needed']:.0%})."
+    )
+    out += ["", "Rates: " + ", ".join(f"{k} {v:.3g}" for k, v in found.rates.items()) + "."]
+    out += ["", "95 % bands by kind of job:", "", "| kind | peak | step time | from |", "|---|---|---|---|"]
+    for name, b in found.bands.items():
+        (low, high), (fast, slow) = b.peak(10**9), b.time(1.0)
+        rough = " (a rough guess)" if b.unreliable else ""
+        out.append(
+            f"| {name}{rough} | {low / 1e9 - 1:+.1%} to {high / 1e9 - 1:+.1%} | {fast - 1:+.0%} to {slow - 1:+.0%} | {b.source} |"
+        )
+    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/accuracy.md and data/bands.json")
+    parser.add_argument("--write", action="store_true", help="write docs/accuracy.md and data/calibration.json")
     parser.add_argument(
         "--skip-cpu", action="store_true", help="only the published rows; keeps the CPU table of docs/accuracy.md"
     )
     args = parser.parse_args()
-    gpu, bands = published()
+    gpu, found = published()
     page = (ROOT / "docs" / "accuracy.in.md").read_text()
     cpu: list[str] = []
     if args.skip_cpu:
@@ -183,7 +184,7 @@ def main() -> None:
     print(page)
     if args.write:
         (ROOT / "docs" / "accuracy.md").write_text(page)
-        (ROOT / "data" / "bands.json").write_text(json.dumps(bands, indent=2) + "\n")
+        (ROOT / "data" / "calibration.json").write_text(json.dumps(found.to_json(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from estimators import allocator, optimizers
-from estimators.bands import Bands, bands_for, kind
+from estimators import allocator, calibration, optimizers
+from estimators.calibration import Bands, bands_for, kind
 from estimators.devices import Device, DeviceKind
 from estimators.memory import Memory, Replay, Resident, exact
 from estimators.schedule import IntervalForm, Resolution, Schedule, resolve
@@ -135,13 +136,25 @@ class Estimator:
     ) -> None:
         self.profile, self.device, self.semantics = profile, device, semantics
         self.headroom, self.host_ram = headroom, host_ram
-        self.bands = bands or bands_for(kind(profile.workload))
         self.on_cpu = device.kind is DeviceKind.CPU
+        self.card = calibration.card(device.name)
+        self.bands = bands or self._bands()
+        self._residual = calibration.current()[0].time_residual if clock is None and not self.on_cpu else ()
         self.counted = exact if self.on_cpu else allocator.block_bytes
         self.replay = replay or Replay(profile, self.counted)
         self.clock = clock or Clock(profile, device)
         self.resident = self._resident()
         self.reserved_cache = reserved_cache if reserved_cache is not None else {}
+
+    def _bands(self) -> Bands:
+        general = bands_for(kind(self.profile.workload))
+        if self.card is None:
+            return general
+        return dataclasses.replace(
+            general,
+            peak_band=general.peak_band.scaled(self.card.peak_scale),
+            time_band=general.time_band.scaled(self.card.time_scale),
+        )
 
     def _resident(self) -> Resident:
         p = self.profile
@@ -181,8 +194,7 @@ class Estimator:
         time = self.clock.step(memory, copies_out_overlap=self.semantics.copies_out_overlap)
         reserved, fits, more = self._reserved(schedule, resolution, memory)
         low, high = self.bands.peak(memory.peak)
-        sigma = max(high - low, 1) / (2 * 1.96)
-        probability = 0.5 * (1 + math.erf((self.capacity - memory.peak) / (sigma * math.sqrt(2))))
+        probability = self.bands.fits(memory.peak, self.capacity)
         if not fits:
             probability = min(probability, 0.5)  # the peak alone may fit where the allocator cannot place it
         all_notes = [*notes, *resolution.notes, *more]
@@ -215,9 +227,17 @@ class Estimator:
     def _times(self, time: StepTime | None) -> dict[str, Any]:
         if time is None:
             return {}
-        low, high = self.bands.time(time.total)
+        total = time.total
+        if self._residual:
+            quantised = "quantised" in kind(self.profile.workload)
+            features = calibration.step_features(time.gpu, time.host, time.recompute, time.copies, quantised)
+            moved = self._residual[0] + sum(c * f for c, f in zip(self._residual[1:], features, strict=True))
+            total *= math.exp(max(-calibration.LARGEST_RESIDUAL, min(calibration.LARGEST_RESIDUAL, moved)))
+        if self.card is not None:
+            total *= math.exp(self.card.time_log_ratio)
+        low, high = self.bands.time(total)
         return {
-            "step_seconds": time.total,
+            "step_seconds": total,
             "step_seconds_low": low,
             "step_seconds_high": high,
             "recompute_seconds": time.recompute,

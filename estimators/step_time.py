@@ -2,24 +2,23 @@
 
 Seconds everywhere. GPU time is the sum over kernels of max(work / rate, bytes / bandwidth) + a fixed tail; host time is
 what eager PyTorch needs to issue them, plus what checkpoint hooks cost in Python. A step takes the larger of the two, blended
-where they are close. The few rates are physical and shared by all models; `data/step_time.json` holds them with their source.
+where they are close. The few rates are physical and shared by all models; `data/calibration.json` holds them with their source.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
+from estimators import calibration
 from estimators.devices import Device
 from estimators.memory import Memory
-from probes import resources
 from probes.profile import Profile
-from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, Floats
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,9 @@ class Rates:
     """Exponent of the norm that joins GPU and host time; large: a hard maximum."""
 
 
-@cache
 def default_rates() -> Rates:
     """The calibrated rates."""
-    return Rates(**json.loads(resources.text("step_time.json"))["rates"])
+    return Rates(**calibration.current()[0].rates)
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,97 @@ def _with_measured(device: Device, rates: Rates, seen: Mapping[str, float]) -> t
     return changed, rates
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """Parallel arrays, as on the tape."""
+
+    kind: NDArray[np.int8]
+    flops: Floats
+    bytes: Floats
+    head: Ints
+
+    def seconds(self, device: Device, r: Rates, compute: float) -> Floats:
+        """GPU time of each kernel. `compute`: FLOP/s of the device at the kernels' precision."""
+        shares = {
+            GEMM: r.gemm,
+            CONVOLUTION: r.convolution,
+            ATTENTION: r.attention,
+            ATTENTION_BACKWARD: r.attention_backward,
+        }
+        share = np.ones(len(self.kind))
+        for kind, value in shares.items():
+            share[self.kind == kind] = value
+        attention = (self.kind == ATTENTION) | (self.kind == ATTENTION_BACKWARD)
+        share[attention] *= self.head[attention] / (self.head[attention] + r.softmax_width)
+        if device.architecture == "Hopper":
+            share[attention] *= r.legacy_mma_on_hopper
+        cached = np.clip(1 - self.bytes / (2 * device.l2_bytes), 0, 1) if device.l2_bytes else np.zeros(len(self.kind))
+        slowness = 1 - cached * (1 - 1 / r.cache_speedup)
+        assert device.memory_bytes_per_second is not None
+        bandwidth = device.memory_bytes_per_second * r.memory / slowness
+        found: Floats = np.maximum(self.flops / (compute * share), self.bytes / bandwidth) + r.kernel_tail_seconds
+        return found
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step asks of host and links, beside its kernels."""
+
+    launches: int
+    hooks: int
+    copied_tensors: int
+    to_host: int
+    """Bytes."""
+    from_host: int
+    copies_out_overlap: bool
+    trained_elements: int
+    streamed: int
+    """Bytes of weights that every pass brings in from the host."""
+
+    def joined(self, once: float, recompute: float, forward: float, device: Device, r: Rates) -> StepTime:
+        """The step's time from the GPU time of its kernels, all run `once`, and of what runs again.
+
+        Args:
+            forward: GPU time of the forward pass alone, seconds like the others.
+        """
+        assert device.memory_bytes_per_second is not None
+        gpu = once + recompute + 28.0 * self.trained_elements / (device.memory_bytes_per_second * r.memory)
+        host = self.launches * r.launch_seconds + self.hooks * r.hook_seconds + self.copied_tensors * r.copy_seconds
+        copies = 0.0
+        link = device.memory_bytes_per_second
+        up = device.host_to_device_bytes_per_second or link
+        if self.to_host or self.from_host:
+            out = self.to_host / (device.device_to_host_bytes_per_second or link)
+            copies = self.from_host / up + out * (r.exposed_copy_out if self.copies_out_overlap else 1.0)
+        if self.streamed:
+            # every pass over the weights streams them in, one layer ahead of the computation
+            passes = 2 + (recompute / forward if forward else 0.0)
+            gpu = max(gpu, passes * self.streamed / up)
+        total = (gpu**r.blend + host**r.blend) ** (1 / r.blend)
+        return StepTime(total + copies, gpu, host, recompute, copies)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One schedule's step without the rates: timed again and again while they are fitted."""
+
+    device: Device
+    compute: float
+    kernels: Kernels
+    """Each distinct kernel once."""
+    counts: Floats
+    """How often it runs, recomputation left out; then recomputed; then in the forward pass."""
+    again: Floats
+    forward: Floats
+    load: Load
+
+    def step(self, rates: Rates) -> StepTime:
+        """The step's time at these rates."""
+        seconds = self.kernels.seconds(self.device, rates, self.compute)
+        once, again, forward = (float(seconds @ n) for n in (self.counts, self.again, self.forward))
+        return self.load.joined(once, again, forward, self.device, rates)
+
+
 class Clock:
     """A profile's kernels timed on one device; prepared once, used for many schedules."""
 
@@ -112,35 +201,35 @@ class Clock:
         if not self.available:
             return
         assert compute is not None
-        assert device.memory_bytes_per_second is not None
-        shares = {
-            GEMM: r.gemm,
-            CONVOLUTION: r.convolution,
-            ATTENTION: r.attention,
-            ATTENTION_BACKWARD: r.attention_backward,
-        }
-        share = np.ones(len(tape.op_kind))
-        for kind, value in shares.items():
-            share[tape.op_kind == kind] = value
-        attention = (tape.op_kind == ATTENTION) | (tape.op_kind == ATTENTION_BACKWARD)
-        share[attention] *= tape.op_head[attention] / (tape.op_head[attention] + r.softmax_width)
-        if device.architecture == "Hopper":
-            share[attention] *= r.legacy_mma_on_hopper
-        cached = (
-            np.clip(1 - tape.op_bytes / (2 * device.l2_bytes), 0, 1) if device.l2_bytes else np.zeros(len(tape.op_kind))
-        )
-        slowness = 1 - cached * (1 - 1 / r.cache_speedup)
-        bandwidth = device.memory_bytes_per_second * r.memory / slowness
-        kernel: Floats = (
-            np.maximum(tape.op_flops / (compute * share), tape.op_bytes / bandwidth) + r.kernel_tail_seconds
-        )
-        self._cumulative = np.concatenate([[0.0], np.cumsum(kernel)])
+        self._compute = compute
+        kernels = Kernels(tape.op_kind, tape.op_flops, tape.op_bytes, tape.op_head)
+        self._cumulative = np.concatenate([[0.0], np.cumsum(kernels.seconds(device, r, compute))])
         self._op_at = tape.op_at
         self._forward_ops = int(np.searchsorted(tape.op_at, tape.backward_start))
 
-    def _between(self, start: int, end: int) -> tuple[float, int]:
-        lo, hi = (int(i) for i in np.searchsorted(self._op_at, (start, end)))
-        return float(self._cumulative[hi] - self._cumulative[lo]), hi - lo
+    def _again(self, memory: Memory) -> tuple[list[tuple[int, int]], int]:
+        """Ranges of kernels that run again, and saved tensors packed meanwhile."""
+        tape = self.profile.tape
+        ranges, saved = [], 0
+        for span in memory.recomputed:
+            for start, end in span.ranges:
+                lo, hi = np.searchsorted(self._op_at, (start, max(start, min(end, span.stop + 1))))
+                ranges.append((int(lo), int(hi)))
+                lo, hi = np.searchsorted(tape.saved_at, (start, end))
+                saved += int(hi - lo)
+        return ranges, saved
+
+    def _load(self, memory: Memory, again: int, saved: int, copies_out_overlap: bool) -> Load:
+        return Load(
+            launches=len(self._op_at) + again,
+            hooks=3 * saved,
+            copied_tensors=memory.copied_tensors,
+            to_host=memory.to_host,
+            from_host=memory.from_host,
+            copies_out_overlap=copies_out_overlap,
+            trained_elements=self.profile.trained_elements,
+            streamed=self.profile.host_weight_bytes,
+        )
 
     def step(self, memory: Memory, *, copies_out_overlap: bool = False) -> StepTime | None:
         """Time of one step under the schedule that `memory` was simulated for. None: the device's rates are not known.
@@ -151,37 +240,38 @@ class Clock:
         """
         if not self.available:
             return None
-        tape, r = self.profile.tape, self.rates
-        gpu, kernels = float(self._cumulative[-1]), len(self._op_at)
-        recompute, hooks, again = 0.0, 0, 0
-        for span in memory.recomputed:
-            for start, end in span.ranges:
-                seconds, count = self._between(start, max(start, min(end, span.stop + 1)))
-                recompute += seconds
-                again += count
-                lo, hi = np.searchsorted(tape.saved_at, (start, end))
-                hooks += 3 * int(hi - lo)
-        elements = self.profile.trained_elements
-        assert self.device.memory_bytes_per_second is not None
-        optimizer = 28.0 * elements / (self.device.memory_bytes_per_second * r.memory)
-        gpu += recompute + optimizer
-        host = (kernels + again) * r.launch_seconds + hooks * r.hook_seconds + memory.copied_tensors * r.copy_seconds
-        copies = 0.0
-        if memory.to_host or memory.from_host:
-            down, up = self.device.device_to_host_bytes_per_second, self.device.host_to_device_bytes_per_second
-            link = self.device.memory_bytes_per_second
-            out = memory.to_host / (down or link)
-            copies = memory.from_host / (up or link) + out * (r.exposed_copy_out if copies_out_overlap else 1.0)
-        if self.profile.host_weight_bytes:
-            # every pass over the weights streams them in, one layer ahead of the computation
-            passes = 2 + (recompute / self._cumulative[self._forward_ops] if self._forward_ops else 0.0)
-            up = self.device.host_to_device_bytes_per_second or self.device.memory_bytes_per_second
-            gpu = max(gpu, passes * self.profile.host_weight_bytes / up)
-        joined = (gpu**r.blend + host**r.blend) ** (1 / r.blend)
-        return StepTime(joined + copies, gpu, host, recompute, copies)
+        ranges, saved = self._again(memory)
+        recompute = sum(float(self._cumulative[hi] - self._cumulative[lo]) for lo, hi in ranges)
+        load = self._load(memory, sum(hi - lo for lo, hi in ranges), saved, copies_out_overlap)
+        once, forward = float(self._cumulative[-1]), float(self._cumulative[self._forward_ops])
+        return load.joined(once, recompute, forward, self.device, self.rates)
+
+    def work(self, memory: Memory, *, copies_out_overlap: bool = False) -> Work | None:
+        """The same step with its rates left open."""
+        if not self.available:
+            return None
+        tape = self.profile.tape
+        rows = np.stack(
+            [tape.op_kind.astype(np.float64), tape.op_flops, tape.op_bytes, tape.op_head.astype(np.float64)]
+        )
+        distinct, which = np.unique(rows, axis=1, return_inverse=True)
+        which = which.reshape(-1)
+        size = distinct.shape[1]
+        ranges, saved = self._again(memory)
+        again: Floats = np.zeros(size)
+        for lo, hi in ranges:
+            again += np.bincount(which[lo:hi], minlength=size)
+        return Work(
+            device=self.device,
+            compute=self._compute,
+            kernels=Kernels(distinct[0].astype(np.int8), distinct[1], distinct[2], distinct[3].astype(np.int64)),
+            counts=np.bincount(which, minlength=size).astype(np.float64),
+            again=again,
+            forward=np.bincount(which[: self._forward_ops], minlength=size).astype(np.float64),
+            load=self._load(memory, sum(hi - lo for lo, hi in ranges), saved, copies_out_overlap),
+        )
 
 
 def rates_from(values: Mapping[str, float]) -> Rates:
     """Rates with some values replaced, for calibration."""
-    base = json.loads(resources.text("step_time.json"))["rates"]
-    return Rates(**{**base, **values})
+    return Rates(**{**calibration.packaged().rates, **values})

@@ -1,4 +1,4 @@
-"""Published measurements as requests, and the estimates for them. Shared by the other scripts here."""
+"""Published measurements as requests, and the estimates for them. For `advise calibrate` and the accuracy page."""
 
 from __future__ import annotations
 

@@ -1,0 +1,179 @@
+"""`advise calibrate`: measurements in, a calibration out. Cases are published rows and receipts of `advise verify`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from advisor.api import Session
+from advisor.published import Answered, estimates
+from decision_rules.support import Executor, semantics
+from estimators import fitting
+from estimators.calibration import Calibration, kind, own_file
+from estimators.devices import DeviceError, find_gpu
+from estimators.estimate import Estimator
+from estimators.fitting import Case
+from estimators.schedule import Schedule, ScheduleError
+from probes import store
+from probes.traced import TraceError
+from probes.workload import REQUEST_KEYS, WorkloadError, from_request
+
+LARGEST_RECEIPT = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What was fitted, on what, and what was left aside."""
+
+    calibration: Calibration
+    published: int
+    receipts: int
+    left_aside: tuple[str, ...]
+    saved: Path | None
+
+    def lines(self) -> list[str]:
+        """For people."""
+        c = self.calibration
+        out = [f"fitted on {c.source}"]
+        for name in ("peak", "time, families left out", "time, cards left out"):
+            e = c.errors[name]
+            said = "peak, nothing fitted" if name == "peak" else name
+            out.append(
+                f"{said}: median error {e['median_absolute']:.1%}, 95 % within {e['p95_absolute']:.0%} ({e['rows']} rows)"
+            )
+        for name, b in c.bands.items():
+            (low, high), (fast, slow) = b.peak(10**9), b.time(1.0)
+            out.append(
+                f"band, {name}: peak {low / 1e9 - 1:+.1%} to {high / 1e9 - 1:+.1%}, time {fast - 1:+.0%} to {slow - 1:+.0%}"
+                + (" (a rough guess)" if b.unreliable else "")
+            )
+        out += [
+            f"{name}: {card.receipts} receipts, step times {math.exp(card.time_log_ratio) - 1:+.0%}, bands at "
+            f"{card.time_scale:.0%} (time) and {card.peak_scale:.0%} (peak) of the general width"
+            for name, card in c.cards.items()
+        ]
+        out.append("kept nowhere (--dry-run)" if self.saved is None else f"written: {self.saved}")
+        return out
+
+
+def published_cases(say: Callable[[str], None] = lambda _: None) -> list[Case]:
+    """Every published row that can be estimated."""
+    say("tracing what was published")
+    answered, _ = estimates()
+    return [case_of(a) for a in answered if a.row.peak_gib or a.row.seconds]
+
+
+def case_of(answered: Answered) -> Case:
+    """A published row as a case."""
+    e, row = answered.estimator, answered.row
+    memory = e.replay.run(e.semantics.resolve(answered.estimate.schedule, e.profile), e.resident)
+    return Case(
+        family=row.family,
+        gpu=e.device.name,
+        kind=kind(answered.workload),
+        peak=answered.estimate.peak,
+        measured_peak=row.peak_gib * 2**30 if row.peak_gib else None,
+        work=e.clock.work(memory, copies_out_overlap=e.semantics.copies_out_overlap),
+        measured_seconds=row.seconds,
+    )
+
+
+class ReceiptError(ValueError):
+    """A receipt cannot be used; the message says why."""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > LARGEST_RECEIPT:
+            raise ReceiptError("too large for a receipt")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        if isinstance(error, ReceiptError):
+            raise
+        raise ReceiptError(f"not readable JSON ({str(error).splitlines()[0]})") from None
+    if not isinstance(found, dict) or found.get("receipt_format") != 1:
+        raise ReceiptError("not a receipt of advise verify")
+    return found
+
+
+def receipt_case(path: Path, session: Session) -> Case:
+    """A receipt as a case: its job is traced again and estimated with the rates left open.
+
+    Raises:
+        ReceiptError: a receipt of a CPU run or a reduced copy, of a card that is not known, or of a job that cannot be estimated.
+    """
+    receipt = _read(path)
+    if receipt.get("reduced_copy") or receipt.get("device") == "cpu":
+        raise ReceiptError("a run of a reduced copy on the CPU says nothing about a card")
+    try:
+        described, measured = receipt["workload"], receipt["measured"]
+        workload = from_request({k: v for k, v in described.items() if k in REQUEST_KEYS})
+        schedule = Schedule.from_controls(receipt["controls"])
+        device = find_gpu(receipt["device"])
+        peak, seconds = measured["peak_gib"], measured["step_seconds"]
+        if not all(v is None or (isinstance(v, int | float) and 0 < v < 1e6) for v in (peak, seconds)):
+            raise ReceiptError("its measurements are not positive numbers")
+        _, profile, _ = session._profile(workload, device)
+        estimator = Estimator(profile, device, semantics(Executor.BUNDLED, workload.model))
+        memory = estimator.replay.run(estimator.semantics.resolve(schedule, profile), estimator.resident)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ReceiptError(f"incomplete ({type(error).__name__}: {error})") from None
+    except (WorkloadError, ScheduleError, DeviceError, TraceError) as error:
+        raise ReceiptError(str(error)) from None
+    return Case(
+        family=f"receipt {workload.model}",
+        gpu=device.name,
+        kind=kind(workload),
+        peak=memory.peak,
+        measured_peak=peak * 2**30 if peak else None,
+        work=estimator.clock.work(memory),
+        measured_seconds=seconds,
+        own=True,
+    )
+
+
+def _receipts(folder: Path) -> Iterator[Path]:
+    if folder.is_file():
+        yield folder
+        return
+    if not folder.is_dir():
+        raise WorkloadError(f"{folder}: no such folder of receipts")
+    yield from sorted(folder.rglob("*.json"))
+
+
+def calibrate(
+    receipts: Path | None, *, save: bool, output: Path | None = None, say: Callable[[str], None] = lambda _: None
+) -> Calibrated:
+    """Fits a calibration on the published rows and the receipts of a folder (or one receipt).
+
+    Args:
+        save: keep it: in `output`, or where estimates look for it.
+
+    Raises:
+        WorkloadError: no such folder, or no usable receipt in it.
+        OSError: it cannot be written.
+    """
+    own: list[Case] = []
+    aside: list[str] = []
+    if receipts is not None:
+        session = Session()
+        for path in _receipts(receipts):
+            try:
+                own.append(receipt_case(path, session))
+            except ReceiptError as error:
+                aside.append(f"{path.name}: {error}")
+        if not own:
+            why = f" ({aside[0]})" if aside else ""
+            raise WorkloadError(f"{receipts}: no usable receipt in it{why}")
+    published = published_cases(say)
+    say("fitting")
+    source = f"{len(published)} published rows" + (f" and {len(own)} receipts" if own else "")
+    found = fitting.calibrate([*published, *own], source)
+    target = (output or own_file()) if save else None
+    if target is not None:
+        store.atomic_write(target, (json.dumps(found.to_json(), indent=1) + "\n").encode())
+    return Calibrated(found, len(published), len(own), tuple(aside), target)

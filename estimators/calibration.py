@@ -1,0 +1,271 @@
+"""What measurements taught: the step-time rates, and how far estimates miss. Readable JSON; reading it needs no fitting library.
+
+The calibration that comes with this version is `data/calibration.json`, made from published measurements. `advise calibrate`
+makes another from published rows and receipts of one's own; it then takes the place of the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from probes import resources
+from probes.workload import Workload
+
+FORMAT = 1
+WIDEST = 0.35
+"""A wider band of the peak would say nothing; such a kind of job is called a rough guess instead."""
+NARROWEST = 0.005
+FEATURES = 4
+LARGEST_RESIDUAL = 0.3
+"""A residual moves no time by more (as a logarithm)."""
+CARD_PRIOR = 4.0
+"""Receipts of a card count as evidence against this many rows of the general band."""
+
+
+class CalibrationError(ValueError):
+    """A calibration file cannot be used."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """How the measured value lies around the estimate: log(measured / estimate) at rising levels."""
+
+    levels: tuple[float, ...]
+    log_ratios: tuple[float, ...]
+
+    def at(self, level: float) -> float:
+        """The log ratio that a share `level` of measurements stays below; linear between the known levels."""
+        return _interpolate(level, self.levels, self.log_ratios)
+
+    def below(self, log_ratio: float) -> float:
+        """Probability that a measurement lies below this log ratio; beyond the known levels the tails halve with each
+        quarter of the band's width."""
+        low, high = self.log_ratios[0], self.log_ratios[-1]
+        scale = max(high - low, 1e-6) / 4
+        if log_ratio < low:
+            return self.levels[0] * 0.5 ** ((low - log_ratio) / scale)
+        if log_ratio > high:
+            return 1 - (1 - self.levels[-1]) * 0.5 ** ((log_ratio - high) / scale)
+        return _interpolate(log_ratio, self.log_ratios, self.levels)
+
+    @classmethod
+    def symmetric(cls, width: float) -> Band:
+        """95 % within a share `width` of the estimate, normally distributed."""
+        levels = (0.025, 0.5, 0.975)
+        return cls(levels, (-width, 0.0, width))
+
+    def scaled(self, factor: float) -> Band:
+        """The same shape, `factor` times as wide."""
+        return Band(self.levels, tuple(v * factor for v in self.log_ratios))
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Of one kind of job."""
+
+    peak_band: Band
+    time_band: Band
+    source: str
+    unreliable: bool = False
+    """More than a tenth of the measured rows of this kind miss by more than the widest band; the estimate is a rough guess."""
+
+    def peak(self, estimate: int) -> tuple[int, int]:
+        """95 % band of the peak, (low, high) in bytes; always around the estimate."""
+        low, high = self._edges(self.peak_band, math.log1p(WIDEST))
+        return round(estimate * math.exp(low)), round(estimate * math.exp(high))
+
+    def time(self, estimate: float) -> tuple[float, float]:
+        """95 % band of the step time, (low, high) in seconds; always around the estimate."""
+        low, high = self._edges(self.time_band, math.log(2.0))
+        return estimate * math.exp(low), estimate * math.exp(high)
+
+    def fits(self, estimate: int, capacity: int) -> float:
+        """Probability that the measured peak stays within `capacity` bytes."""
+        if capacity <= 0 or estimate <= 0:
+            return 0.0
+        return self.peak_band.below(math.log(capacity / estimate))
+
+    @staticmethod
+    def _edges(band: Band, widest: float) -> tuple[float, float]:
+        low, high = min(band.at(0.025), -NARROWEST), max(band.at(0.975), NARROWEST)
+        return max(low, -widest), min(high, widest)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What receipts of one card say about step times and peaks there."""
+
+    receipts: int
+    time_log_ratio: float
+    """Mean of log(measured / estimate), held near 0 while receipts are few."""
+    time_scale: float
+    """Width of the time band there, as a share of the general one."""
+    peak_scale: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """All of it."""
+
+    rates: Mapping[str, float]
+    bands: Mapping[str, Bands]
+    source: str
+    cards: Mapping[str, Card] = field(default_factory=dict)
+    time_residual: tuple[float, ...] = ()
+    """What a step's kind adds to the log of its time: constant, then one factor a feature of `step_features`. Empty: nothing."""
+    errors: Mapping[str, Any] = field(default_factory=dict)
+    """Errors on families and cards that were left out of the fit, for the record."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "calibration_format": FORMAT,
+            "source": self.source,
+            "rates": dict(self.rates),
+            "bands": {
+                kind: {
+                    "unreliable": b.unreliable,
+                    "source": b.source,
+                    "levels": list(b.peak_band.levels),
+                    "peak_log_ratios": list(b.peak_band.log_ratios),
+                    "time_log_ratios": list(b.time_band.log_ratios),
+                }
+                for kind, b in self.bands.items()
+            },
+            "time_residual": list(self.time_residual),
+            "cards": {name: vars(card) for name, card in self.cards.items()},
+            "errors": dict(self.errors),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Calibration:
+        """Raises CalibrationError where the value is not one of these."""
+        try:
+            if value["calibration_format"] != FORMAT:
+                raise CalibrationError(
+                    f"calibration format {value['calibration_format']!r}, this version reads {FORMAT}"
+                )
+            bands = {
+                kind: Bands(
+                    Band(_numbers(b["levels"]), _numbers(b["peak_log_ratios"])),
+                    Band(_numbers(b["levels"]), _numbers(b["time_log_ratios"])),
+                    str(b["source"]),
+                    bool(b["unreliable"]),
+                )
+                for kind, b in value["bands"].items()
+            }
+            for b in bands.values():
+                lengths = {len(b.peak_band.levels), len(b.peak_band.log_ratios), len(b.time_band.log_ratios)}
+                if len(lengths) != 1 or len(b.peak_band.levels) < 2:
+                    raise CalibrationError("a band's levels and values differ in number")
+            rates = {str(k): _number(v) for k, v in value["rates"].items()}
+            if any(v <= 0 for v in rates.values()):
+                raise CalibrationError("a rate is not positive")
+            cards = {
+                str(name): Card(
+                    int(c["receipts"]), _number(c["time_log_ratio"]), _number(c["time_scale"]), _number(c["peak_scale"])
+                )
+                for name, c in value["cards"].items()
+            }
+            residual = tuple(_number(v) for v in value["time_residual"])
+            if residual and len(residual) != 1 + FEATURES:
+                raise CalibrationError(f"the time residual has {len(residual)} numbers, not {1 + FEATURES}")
+            return cls(rates, bands, str(value["source"]), cards, residual, dict(value["errors"]))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, CalibrationError):
+                raise
+            raise CalibrationError(f"not a calibration: {type(error).__name__}: {error}") from None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CalibrationError(f"{value!r} is not a finite number")
+    return float(value)
+
+
+def _numbers(values: Any) -> tuple[float, ...]:
+    found = tuple(_number(v) for v in values)
+    if any(b < a for a, b in itertools.pairwise(found)):
+        raise CalibrationError("a band's values do not rise")
+    return found
+
+
+def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    if x <= xs[0]:
+        return ys[0]
+    for i in range(1, len(xs)):
+        if x <= xs[i]:
+            width = xs[i] - xs[i - 1]
+            return ys[i] if width <= 0 else ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / width
+    return ys[-1]
+
+
+def kind(workload: Workload) -> str:
+    """The kind of job whose residuals make its band."""
+    if workload.weights_offload != "none":
+        return "offloaded weights"
+    if workload.precision in ("bf16", "bf16-upcast", "fp16", "fp32"):
+        base = "float base"
+    else:
+        base = "dynamically quantised base" if workload.precision == "fp8-torchao" else "quantised base"
+    return f"{'lokr' if workload.adapter == 'lokr' else 'lora'}, {base}"
+
+
+def step_features(gpu: float, host: float, recompute: float, copies: float, quantised: bool) -> tuple[float, ...]:
+    """What kind of step it is, from its times in seconds."""
+    balance = math.log(max(gpu, 1e-9) / max(host, 1e-9))
+    whole = max(gpu, host, 1e-9)
+    return (max(-2.0, min(2.0, balance)), recompute / max(gpu, 1e-9), copies / (whole + copies), float(quantised))
+
+
+def own_file() -> Path:
+    """Where `advise calibrate` keeps its result: the user's data folder, or ``ADVISE_CACHE_DIR`` where that is set."""
+    override = os.environ.get("ADVISE_CACHE_DIR")
+    folder = Path(override) if override else Path(platformdirs.user_data_dir("checkpoint-advisor"))
+    return folder / "calibration.json"
+
+
+@cache
+def packaged() -> Calibration:
+    """The calibration that comes with this version."""
+    return Calibration.from_json(json.loads(resources.text("calibration.json")))
+
+
+@cache
+def _own(path: Path, modified: int) -> Calibration:
+    try:
+        return Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise CalibrationError(f"{path}: {str(error).splitlines()[0]}") from None
+
+
+def current() -> tuple[Calibration, str | None]:
+    """The user's calibration if there is one, else the packaged one; and a warning where the user's cannot be read."""
+    path = own_file()
+    try:
+        modified = path.stat().st_mtime_ns
+    except OSError:
+        return packaged(), None
+    try:
+        return _own(path, modified), None
+    except CalibrationError as error:
+        return packaged(), f"the calibration file cannot be used and is left aside ({error})"
+
+
+def bands_for(name: str) -> Bands:
+    """The bands of a kind of job (see :func:`kind`)."""
+    return current()[0].bands.get(name) or packaged().bands[name]
+
+
+def card(name: str) -> Card | None:
+    """What receipts say about a card; None: there are none."""
+    return current()[0].cards.get(name)
