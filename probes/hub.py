@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,7 @@ def _json(source: str, path: Path, name: str) -> dict[str, Any]:
     return content
 
 
+@lru_cache(maxsize=64)
 def _remote(source: str, revision: str | None) -> Component:
     from huggingface_hub import constants, hf_hub_download, utils
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError

@@ -25,11 +25,12 @@ from probes import build, catalogue, stand_ins, thinning
 from probes.discover import discover
 from probes.expressions import ExpressionError, evaluate
 from probes.step import predict
-from probes.traced import meta_autocast
+from probes.traced import meta_autocast, one_in
 from probes.workload import Workload, WorkloadError, from_request
 
 SEARCH_SECONDS = 45.0
 MOST_TRIES = 400
+MOST_VIDEO_PIXELS = 1920 * 1088
 SMALL_PARAMETERS = 60_000_000
 """A model up to this size runs on a CPU as it is."""
 
@@ -131,8 +132,10 @@ def adapted(
     ranked = []
     for i, (family, variant) in enumerate(candidates):
         theirs = usual | _plain_table(catalogue.families()[family].variant(variant).config)
-        mentioned = any(_squeezed(n) in _squeezed(who) for n in _names(family, variant))
-        ranked.append((_distance(given, theirs), not mentioned, i, family, variant))
+        mentioned = max(
+            (len(_squeezed(n)) for n in _names(family, variant) if _squeezed(n) in _squeezed(who)), default=0
+        )
+        ranked.append((_distance(given, theirs), -mentioned, i, family, variant))
     equal = [f"{f} {v}" for d, _, _, f, v in ranked if d == 0]
     if wanted is not None:
         ranked = [r for r in ranked if catalogue.families()[r[3]].variant(wanted).name == r[4]]
@@ -150,10 +153,9 @@ def adapted(
         sheet["reduced"]["config"] = {}
     else:
         sheet["reduced"]["config"] = catalogue.without_none_text(sheet["reduced"].get("config", {}))
-    pixels, patch = dict(sheet.get("pixels", {})), given.get("patch_size")
-    if isinstance(patch, int) and patch != (usual | _plain_table(base.get("config", {}))).get("patch_size"):
-        pixels["patch"] = max(1, patch)
-        sheet["pixels"] = pixels
+    patch, theirs_patch = (_last(c.get("patch_size")) for c in (given, usual | _plain_table(base.get("config", {}))))
+    if patch and patch != theirs_patch:
+        sheet["pixels"] = {**sheet.get("pixels", {}), "patch": patch}
     notes = []
     if equal:
         notes.append(f"its config equals the catalogue's {', '.join(equal)}")
@@ -169,6 +171,24 @@ def adapted(
         notes.append(f"ignored: {_some(ignored)}, which {cls.__name__} does not take")
     sheet["notes"] = notes
     return sheet
+
+
+def fits(sheet: Mapping[str, Any], who: str) -> str | None:
+    """Whether the model runs on the meta device with the sheet's inputs: None, or what goes wrong."""
+    (variant,) = sheet["variants"].values()
+    model = build_limited(build.model_class(sheet["class"]), variant["config"], who)
+    search = _Search(model, sheet, who)
+    reads_values = bool(sheet.get("tracing", {}).get("reads_values"))
+    for known_values in (True,) if reads_values else (False, True):
+        if search.try_one(sheet, known_values) is not None:
+            return None
+    return search.error
+
+
+def _last(size: Any) -> int | None:
+    """Of a patch size: that of width and height."""
+    size = size[-1] if isinstance(size, list) and size else size
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
 
 
 def _names(family: str, variant: str) -> list[str]:
@@ -260,6 +280,8 @@ class _Search:
             height, width = size
         usual = (480, 832) if video else (1024, 1024)
         sides = [usual[i] if s is None else s * factor for i, s in enumerate((height, width))]
+        if video and sides[0] * sides[1] > MOST_VIDEO_PIXELS:  # the end of a position table rather than a usual size
+            sides = list(usual)
         step = factor * patch
         sides = [max(step, min(16384, s) // step * step) for s in sides]
         return {"vae_factor": factor, "patch": patch, "default_resolution": f"{sides[1]}x{sides[0]}"}
@@ -384,6 +406,17 @@ class _Search:
                 self.ints.get("projection_class_embeddings_input_dim", 0),
             )
             found = [_Guess({"shape": ["B", str(total // each if each else 3)]})]
+        elif "rotary" in name and any("rotary" in k and v for k, v in self.settings.items()):
+            side = f"(H//{8 * self._patch()})*(W//{8 * self._patch()})"
+            heads = [n for n in ("attention_head_dim", "head_dim") if n in self.ints]
+            frames = [f"(1+(F-1)//{ratio})" if ratio > 1 else "F" for ratio, _, _ in self._times()[:1]]
+            thick = self._first("patch_size_t")
+            frames = [f"({f}//{thick})" if thick else f for f in frames]
+            found = [
+                _Guess({"shape": [tokens, head], "dtype": "float32", "list": "2"})
+                for head in heads
+                for tokens in (*(f"{f}*{side}" for f in frames), side)
+            ]
         elif name == "fps":
             found = [_Guess({"shape": ["B"], "dtype": "int64", "fill": "ones"})]
         elif name == "num_frames":
@@ -462,7 +495,7 @@ class _Search:
         hook = module_hooks.register_module_forward_pre_hook(enter)
         try:
             w = self.workload(sheet, **changes)
-            known = stand_ins.KnownValues() if known_values else contextlib.nullcontext()
+            known = stand_ins.KnownValues(one_in(w, self.model)) if known_values else contextlib.nullcontext()
             with build.quiet(), torch.no_grad(), torch.device("meta"):
                 inputs, target = build.make_inputs(w, self.model, known_values=known_values)
                 with known, meta_autocast():
@@ -628,8 +661,8 @@ def _with_inputs(
     if "pixels" not in own and pixels:
         text = f"guessed: {pixels['vae_factor']} pixels a latent each side"
         if found.get("kind") == "video":
-            inner = any("//" in e and "F" in e for e in map(str, next(iter(found["inputs"].values())).get("shape", ())))
-            text += ", 4 frames a latent frame" if inner and pixels["temporal_factor"] == 4 else ""
+            ratio = next(iter(re.findall(r"\(F-1\)//(\d+)", json.dumps(found["inputs"]))), None)
+            text += f", {ratio} frames a latent frame" if ratio else ""
             text += f", {pixels['default_frames']} frames by default"
         notes.append(f"{text}, {pixels['default_resolution']} pixels by default")
     return found, search
@@ -638,7 +671,8 @@ def _with_inputs(
 def _shown(spec: Mapping[str, Any]) -> str:
     if "shape" not in spec:
         return str(spec.get("value"))
-    return f"[{', '.join(map(str, spec['shape']))}]"
+    times = f"{spec['list']} x " if "list" in spec else ""
+    return f"{times}[{', '.join(map(str, spec['shape']))}]"
 
 
 def _declared(sheet: dict[str, Any], notes: list[str]) -> dict[str, Any]:

@@ -395,7 +395,7 @@ def _calls(workload: Workload, target: Target, way: traced.Way, thinned: bool) -
     structure = discover(model, workload.family.regions)
     kept = thinning.thin(model, thinning.find_runs(model, structure)) if thinned else {}
     fake = FakeTensorMode(allow_non_fake_inputs=True) if way == traced.FAKE else None
-    known = stand_ins.KnownValues(traced._one_in(workload, model)) if way == traced.VALUES else None
+    known = stand_ins.KnownValues(traced.one_in(workload, model)) if way == traced.VALUES else None
     if way == traced.REAL:
         job = build.real_job(workload)
         kept = {}

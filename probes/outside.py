@@ -129,10 +129,18 @@ def _of_source(source: str, revision: str | None, variant: str | None) -> dict[s
     def make() -> dict[str, Any]:
         from probes import infer
 
-        if candidates:
-            return infer.adapted(candidates, config, who, source, variant)
-        infer.diffusers_class(name, who)
-        return infer.inferred(f"diffusers:{name}", {"config": config}, who, source, component.scheduler)
+        if not candidates:
+            infer.diffusers_class(name, who)
+            return infer.inferred(f"diffusers:{name}", {"config": config}, who, source, component.scheduler)
+        adapted = infer.adapted(candidates, config, who, source, variant)
+        if (problem := infer.fits(adapted, who)) is None:
+            return adapted
+        note = f"the fact sheet of {adapted['name']} does not fit this config ({problem})"
+        try:
+            guessed = infer.inferred(adapted["class"], {"config": config}, who, source, component.scheduler)
+        except infer.InferenceError:
+            return adapted | {"notes": [*adapted["notes"], note]}
+        return guessed | {"notes": [f"{note}, so it is taken as a class without one", *guessed["notes"]]}
 
     sheet = _kept([source, name, config, candidates, variant, component.scheduler], make)
     sheet["notes"] = [*component.notes, *sheet["notes"]]

@@ -140,7 +140,7 @@ def _trace(
     model = base
     way = Way(on_meta, known_values)
     fake = FakeTensorMode(allow_non_fake_inputs=True) if way == FAKE else None
-    known = stand_ins.KnownValues(_one_in(workload, base)) if way == VALUES else None
+    known = stand_ins.KnownValues(one_in(workload, base)) if way == VALUES else None
     if way == REAL:
         ready = build.real_job(workload)
         model = ready.model
@@ -215,7 +215,8 @@ def _trace(
     )
 
 
-def _one_in(workload: Workload, model: nn.Module) -> int | None:
+def one_in(workload: Workload, model: nn.Module) -> int | None:
+    """Of entries selected by values that a trace does not know: one in so many. None: no such place."""
     text = workload.family.unknown_selection
     return evaluate(text, build.symbols(workload, model)) if text else None
 

@@ -233,6 +233,41 @@ def test_a_stored_answer_about_a_folder_imports_no_torch(cache: Path, tmp_path: 
     subprocess.run([sys.executable, "-c", code], env=environment(cache), check=True, capture_output=True)
 
 
+def test_the_name_of_a_folder_decides_between_equal_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADVISE_CACHE_DIR", str(tmp_path / "cache"))
+    config = {"_class_name": "FluxTransformer2DModel", "guidance_embeds": True}
+    for name, variant in (("FLUX.1-Kontext-dev", "kontext"), ("FLUX.1-dev", "dev"), ("FLUX.1-Krea-dev", "krea")):
+        sheet = outside.sheet_of({"model": str(folder(tmp_path / name, config))})
+        assert f"what no config says (text length, inputs, default size) is taken from flux {variant}" in sheet["notes"]
+
+
+def test_a_sheet_that_does_not_fit_a_config_gives_way_to_guesses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADVISE_CACHE_DIR", str(tmp_path / "cache"))
+    config = {
+        "_class_name": "UNet2DConditionModel",
+        **{"block_out_channels": [32, 64], "cross_attention_dim": 32, "attention_head_dim": 8, "sample_size": 16},
+        **{"down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"]},
+        **{"up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"]},
+    }
+    assert outside.sheet_of({"model": str(folder(tmp_path / "plain", config))})["name"].startswith("sd")
+    sheet = outside.sheet_of({"model": str(folder(tmp_path / "classes", config | {"num_class_embeds": 10}))})
+    assert sheet["name"] == "UNet2DConditionModel"
+    assert re.search(r"the fact sheet of sd\dx does not fit this config \(.*class_labels", sheet["notes"][0])
+    assert "class_labels" in sheet["inputs"]
+
+
+def test_rotary_tables_are_inputs_where_a_config_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADVISE_CACHE_DIR", str(tmp_path / "cache"))
+    plain = outside.sheet_of({"model": str(folder(tmp_path / "a", COGVIDEO))})
+    turned = outside.sheet_of(
+        {"model": str(folder(tmp_path / "b", COGVIDEO | {"use_rotary_positional_embeddings": True}))}
+    )
+    assert "image_rotary_emb" not in plain["inputs"]
+    assert turned["inputs"]["image_rotary_emb"]["shape"] == ["(1+(F-1)//4)*(H//16)*(W//16)", "attention_head_dim"]
+
+
 # --- classes that no family has -------------------------------------------------------------------------------------------
 
 
