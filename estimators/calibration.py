@@ -261,9 +261,12 @@ def current() -> tuple[Calibration, str | None]:
         return packaged(), f"the calibration file cannot be used and is left aside ({error})"
 
 
+_UNKNOWN = Bands(Band.symmetric(0.3), Band.symmetric(0.69), "nothing of this kind was measured", unreliable=True)
+
+
 def bands_for(name: str) -> Bands:
     """The bands of a kind of job (see :func:`kind`)."""
-    return current()[0].bands.get(name) or packaged().bands[name]
+    return current()[0].bands.get(name) or packaged().bands.get(name) or _UNKNOWN
 
 
 def card(name: str) -> Card | None:
