@@ -300,6 +300,10 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
             )
         if planned.weights_offload != "none":
             notes.append(f"--weights-offload {planned.weights_offload}: this runtime keeps the weights on the device")
+    if planned.buckets:
+        notes.append(f"one size of the plan's {len(planned.buckets)} is trained here: {workload.resolution}")
+    if workload.cfg_batch:
+        notes.append("with --cfg-batch the second sample of each is an ordinary one here, not one without its caption")
     if workload.fuse_qkv and workload.adapter != "full":
         notes.append(
             "the adapter is for fused projections: call fuse_qkv_projections() on a model before loading it there"

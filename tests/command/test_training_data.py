@@ -120,6 +120,17 @@ def test_fewer_samples_than_the_batch_are_repeated_and_that_is_said(tmp_path: Pa
     assert any("they are repeated" in note for note in source.notes)
 
 
+def test_a_plan_with_sizes_and_doubled_batches_says_what_is_trained(tmp_path: Path) -> None:
+    for i in range(2):
+        save_file({"hidden_states": torch.ones(16, 32, 32)}, str(tmp_path / f"{i}.safetensors"))
+    request = {"model": "sd3", "aspect_buckets": 512, "cfg_batch": True}
+    plan = SimpleNamespace(workload=from_request(request), schedule=Schedule())
+    notes = " ".join(run(plan, steps=1, latents=tmp_path, device="cpu").notes)
+    assert "the second sample of each is an ordinary one" in notes
+    assert "1 batches of 2 an epoch" in notes
+    assert f"one size of the plan's {len(plan.workload.buckets)} is trained here" in notes
+
+
 def test_tensors_in_dictionaries_and_lists_reach_the_model(tmp_path: Path) -> None:
     source_folder, listed = tmp_path / "sdxl", tmp_path / "z"
     source_folder.mkdir()
