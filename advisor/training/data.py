@@ -90,6 +90,7 @@ class Cached:
     Args:
         wanted: what a sample can hold (`slots`).
         batch: samples a batch.
+        shape_of: whose shapes are wanted, for messages.
         complete: a tensor that would have to be invented is refused (else noted).
 
     Raises:
@@ -104,11 +105,13 @@ class Cached:
         seed: int,
         say: Callable[[str], None],
         *,
+        shape_of: str = "the planned shape",
         complete: bool = False,
     ) -> None:
         self.files = sample_files(folder)
         self.wanted = wanted
         self.size = batch
+        self.shape_of = shape_of
         self.seed = seed
         say(f"checking {len(self.files)} cached samples")
         self.held = sorted(self._checked(self.files[0]))
@@ -177,11 +180,9 @@ class Cached:
             raise WorkloadError(f"--latents {file}: not a readable safetensors file ({error})") from None
         main = next(iter(self.wanted))
         if main not in tensors:
-            raise WorkloadError(
-                f"--latents {file}: has no tensor {main!r}; it has: {', '.join(sorted(tensors)) or 'none'}"
-            )
+            raise WorkloadError(f"--latents {file}: has no tensor {main!r}; it has: {_some(sorted(tensors))}")
         for name, tensor in tensors.items():
-            _check(file, name, tensor, self.wanted)
+            _check(file, name, tensor, self.wanted, self.shape_of)
         return tensors
 
 
@@ -197,18 +198,23 @@ def sample_files(folder: Path) -> list[Path]:
     return found
 
 
-def _check(file: Path, name: str, tensor: torch.Tensor, wanted: Mapping[str, Slot]) -> None:
+def _check(file: Path, name: str, tensor: torch.Tensor, wanted: Mapping[str, Slot], shape_of: str) -> None:
     slot = wanted.get(name)
     if slot is None:
         raise WorkloadError(f"--latents {file}: the model takes no {name!r}; a sample can hold: {', '.join(wanted)}")
     if tuple(tensor.shape) != slot.shape:
-        raise WorkloadError(f"--latents {file}: {name} is {tuple(tensor.shape)}, the planned shape is {slot.shape}")
+        raise WorkloadError(f"--latents {file}: {name} is {tuple(tensor.shape)}, {shape_of} is {slot.shape}")
     kind, needed = _kind(tensor.dtype), _kind(slot.dtype)
     if kind != needed:
         given = str(tensor.dtype).removeprefix("torch.")
         raise WorkloadError(f"--latents {file}: {name} holds {kind} ({given}), the model takes {needed}")
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
         raise WorkloadError(f"--latents {file}: {name} holds values that are not finite")
+
+
+def _some(names: list[str]) -> str:
+    """The first few of many names."""
+    return (", ".join(names[:6]) or "none") + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def _kind(dtype: torch.dtype) -> str:

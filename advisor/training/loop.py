@@ -141,7 +141,17 @@ def run(
     source: Cached | Synthetic = Synthetic()
     if latents is not None:
         wanted = slots(workload, shape_only)
-        source = Cached(latents, wanted, workload.samples, settings["seed"], tell, complete=pretrained is not None)
+        source = Cached(
+            latents,
+            wanted,
+            workload.samples,
+            settings["seed"],
+            tell,
+            shape_of="the shape of the reduced copy, which trains without --pretrained on a CPU,"
+            if workload.reduced
+            else "the planned shape",
+            complete=pretrained is not None,
+        )
     settings["data"] = source.fingerprint
     if checkpoint is not None:
         _same_run(checkpoint, settings)
@@ -206,6 +216,9 @@ def _save_result(trainer: _Trainer, workload: Workload, output: Path) -> Path:
     Raises:
         WorkloadError: the folder cannot be written (any more); says which checkpoint is there.
     """
+    name = weights.MODEL_FILE if workload.adapter == "full" else weights.ADAPTER_FILE
+    if (output / name).exists() and trainer.newest is None:
+        trainer.notes.append(f"{output / name} of an earlier run was replaced")
     try:
         return weights.save(trainer.job, workload, output)
     except OSError as error:

@@ -119,7 +119,9 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["sd1x", "sdxl", "sd3", "flux"])
+@pytest.mark.parametrize(
+    "name", ["sdxl", "sd3", pytest.param("sd1x", marks=pytest.mark.slow), pytest.param("flux", marks=pytest.mark.slow)]
+)
 def test_samples_made_with_a_pipeline_train_its_own_denoiser(name: str, photos: Path, tmp_path: Path) -> None:
     source, cache = _pipeline(name, tmp_path / "pipeline"), tmp_path / "cache"
     arguments = ["--pipeline", str(source), "--images", str(photos), "--output", str(cache), "--resolution", "128"]

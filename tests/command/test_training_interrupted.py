@@ -88,7 +88,9 @@ class Running:
 Advise = Callable[..., Done]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_step_saves_a_checkpoint_and_says_so(
     number: int, status: int, tmp_path: Path, cache: Path, plan_text: str, advise: Advise
 ) -> None:

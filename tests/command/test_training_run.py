@@ -76,8 +76,9 @@ def test_the_losses_are_those_of_the_same_seed_only(uninterrupted: tuple[float, 
     assert slower[1] != again.losses[1]
 
 
-@pytest.mark.parametrize("adapter", ["lora", "lokr", "full"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum"])
+@pytest.mark.parametrize(
+    ("adapter", "optimizer"), [("lora", "adamw"), ("lokr", "adamw"), ("full", "adamw"), ("lora", "sgd-momentum")]
+)
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, adapter: str, optimizer: str) -> None:
     request = {"model": "sd3", "adapter": adapter, "optimizer": optimizer}
     plan = SimpleNamespace(workload=from_request(request), schedule=TORCH)
@@ -248,8 +249,7 @@ class _Memory:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-@pytest.mark.parametrize(("times", "last"), [(1, FFN), (2, TORCH), (3, UNSLOTH)])
-@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize(("times", "last", "part"), [(1, FFN, 2), (2, TORCH, 1), (3, UNSLOTH, 2)])
 def test_out_of_memory_goes_on_under_the_next_smaller_schedule_with_the_same_losses(
     times: int,
     last: Schedule,
@@ -457,6 +457,12 @@ def test_a_result_that_cannot_be_written_names_the_checkpoint(tmp_path: Path, mo
         WorkloadError, match=r"could not be written \(No space left on device\); .*-00000002\.safetensors"
     ):
         run(PLAN, steps=2, output=tmp_path, checkpoint_every=2, device="cpu")
+
+
+def test_an_earlier_result_that_is_replaced_is_noted(tmp_path: Path) -> None:
+    first, second = (run(PLAN, steps=1, output=tmp_path, device="cpu") for _ in range(2))
+    assert not any("was replaced" in note for note in first.notes)
+    assert f"{tmp_path / 'pytorch_lora_weights.safetensors'} of an earlier run was replaced" in second.notes
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

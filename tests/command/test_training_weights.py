@@ -76,7 +76,7 @@ def _fresh(job: Job, tmp_path: Path) -> Any:
     return type(job.model).from_pretrained(tmp_path / "given" / part)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl"])
+@pytest.mark.parametrize("name", ["sd3", "sdxl", pytest.param("flux", marks=pytest.mark.slow)])
 def test_diffusers_loads_the_lora_with_its_alpha(name: str, trained: Any, tmp_path: Path) -> None:
     job, out, result = trained(name)
     assert any("the given model itself trains on the CPU" in note for note in result.notes)
