@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from advisor.api import Session
-from advisor.published import Answered, estimates
+from advisor.published import Answered, estimates, synthetic
 from decision_rules.support import Executor, semantics
 from estimators import fitting
 from estimators.calibration import Calibration, kind, own_file
 from estimators.devices import DeviceError, find_gpu
-from estimators.estimate import Estimator
+from estimators.estimate import Estimator, Semantics
 from estimators.fitting import Case
 from estimators.schedule import Schedule, ScheduleError
 from probes import store
@@ -64,7 +64,21 @@ def published_cases(say: Callable[[str], None] = lambda _: None) -> list[Case]:
     """Every published row that can be estimated."""
     say("tracing what was published")
     answered, _ = estimates()
-    return [case_of(a) for a in answered if a.row.peak_gib or a.row.seconds]
+    return [*(case_of(a) for a in answered if a.row.peak_gib or a.row.seconds), *synthetic_cases()]
+
+
+def synthetic_cases() -> list[Case]:
+    """The published step times of a plain frozen stack. Its peaks belong to no kind of job and say nothing of any band."""
+    session = Session()
+    found = []
+    for row in synthetic():
+        device = find_gpu(row.gpu)
+        _, profile, _ = session._profile(row.workload, device)
+        estimator = Estimator(profile, device, Semantics())
+        memory = estimator.replay.run(estimator.semantics.resolve(row.schedule, profile), estimator.resident)
+        work = estimator.clock.work(memory)
+        found.append(Case("frozen stack", device.name, "frozen stack", memory.peak, None, work, row.seconds))
+    return found
 
 
 def case_of(answered: Answered) -> Case:

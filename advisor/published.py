@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from advisor.api import Session
 from decision_rules.support import Executor
 from estimators.devices import find_gpu
 from estimators.estimate import Estimate, Estimator
-from estimators.schedule import Schedule
-from probes import resources
+from estimators.schedule import Backend, Schedule
+from probes import outside, resources
 from probes.traced import TraceError
 from probes.workload import Workload, WorkloadError, from_request
 
@@ -82,6 +84,75 @@ def rows() -> list[Row]:
             )
         )
     return out
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """One published figure of a plain stack of frozen blocks."""
+
+    gpu: str
+    tokens: int
+    layers: int
+    workload: Workload
+    schedule: Schedule
+    peak_gib: float
+    seconds: float
+
+
+CLASS = "probes.models.frozen_stack:FrozenStack"
+SHEET = """
+[config]
+width = {width}
+depth = {depth}
+heads = {heads}
+
+[inputs]
+tokens = {{ shape = ["B", "(H//16)*(W//16)", "16"] }}
+
+[output]
+shape = ["B", "(H//16)*(W//16)", "width"]
+
+[pixels]
+vae_factor = 16
+patch = 1
+default_resolution = 512
+
+[lora]
+targets = ["entry"]
+"""
+HEAD = 128
+
+
+def synthetic() -> list[Synthetic]:
+    """All rows of `data/synthetic_block.csv`, with the stack of `probes/models/frozen_stack.py` as their model. What trains is one
+    adapter of rank 1 before the first block, so that gradients pass through every block."""
+    outside.allow(CLASS)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in csv.DictReader(resources.text("synthetic_block.csv").splitlines()):
+            tokens, layers, width = (int(row[f"{k}_inferred"]) for k in ("tokens", "layers", "width"))
+            sheet = Path(folder) / f"{layers}.toml"
+            sheet.write_text(SHEET.format(width=width, depth=layers, heads=width // HEAD))
+            request = {
+                "model_class": CLASS,
+                "model_config": str(sheet),
+                "resolution": 16 * round(tokens**0.5),
+                "rank": 1,
+                "lora_dropout": 0.0,
+                "optimizer": "sgd",
+            }
+            found.append(
+                Synthetic(
+                    row["gpu"],
+                    tokens,
+                    layers,
+                    from_request(request),
+                    Schedule(Backend(row["mode"])),
+                    float(row["gib"]),
+                    float(row["sec"]),
+                )
+            )
+    return found
 
 
 @dataclass

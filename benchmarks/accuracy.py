@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cpu_accuracy import compare, table
 
-from advisor.calibrating import case_of
+from advisor.calibrating import case_of, synthetic_cases
 from advisor.published import Answered, by_family, estimates
 from estimators.calibration import Calibration, kind
 from estimators.estimate import GIB
@@ -121,7 +121,8 @@ def published() -> tuple[list[str], Calibration]:
     ]
     out += [f"| {n} | {why} |" for why, n in sorted(refused.items(), key=lambda kv: -kv[1])]
     found = calibrate(
-        [case_of(a) for a in answered if a.row.peak_gib or a.row.seconds], f"{len(answered)} published rows"
+        [*(case_of(a) for a in answered if a.row.peak_gib or a.row.seconds), *synthetic_cases()],
+        f"{len(answered)} published rows",
     )
     out += ["", "## Calibration", "", *_calibration(found)]
     return out, found

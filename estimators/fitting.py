@@ -25,6 +25,7 @@ SEARCH: dict[str, tuple[float, float, float]] = {
     "attention_backward": (0.45, 0.1, 1.0),
     "softmax_width": (40.0, 5.0, 150.0),
     "legacy_mma_on_hopper": (0.62, 0.3, 1.0),
+    "matrix_on_ada": (0.9, 0.5, 1.1),
     "memory": (0.8, 0.4, 0.95),
     "cache_speedup": (2.0, 1.0, 6.0),
     "launch_seconds": (2e-5, 2e-6, 6e-5),
@@ -123,7 +124,7 @@ def bands(cases: Sequence[Case], time_residuals: Floats) -> dict[str, Bands]:
     """By kind of job."""
     found = {}
     peaks = peak_residuals(cases)
-    for name in sorted({c.kind for c in cases}):
+    for name in sorted({c.kind for c in cases if c.measured_peak}):
         of_kind = np.array([c.kind == name for c in cases])
         families = [c.family for c in cases if c.kind == name]
         peak, time = quantiles(peaks[of_kind], families), quantiles(time_residuals[of_kind], families)

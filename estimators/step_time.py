@@ -18,7 +18,7 @@ from estimators import calibration
 from estimators.devices import Device
 from estimators.memory import Memory
 from probes.profile import Profile
-from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, Floats, Ints
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Rates:
     """How much faster than that traffic is that the L2 cache serves; its share falls linearly to 0 at twice the cache."""
     legacy_mma_on_hopper: float
     """Share of Hopper's dense rate that kernels written for the older matrix instructions reach (FlashAttention 2)."""
+    matrix_on_ada: float
+    """Share of what Hopper sustains of its matrix rate that Ada cards sustain of theirs."""
     kernel_tail_seconds: float
     """GPU time of the smallest kernel."""
     launch_seconds: float
@@ -119,6 +121,8 @@ class Kernels:
         share[attention] *= self.head[attention] / (self.head[attention] + r.softmax_width)
         if device.architecture == "Hopper":
             share[attention] *= r.legacy_mma_on_hopper
+        elif device.architecture == "Ada":
+            share[self.kind != MEMORY] *= r.matrix_on_ada
         cached = np.clip(1 - self.bytes / (2 * device.l2_bytes), 0, 1) if device.l2_bytes else np.zeros(len(self.kind))
         slowness = 1 - cached * (1 - 1 / r.cache_speedup)
         assert device.memory_bytes_per_second is not None

@@ -39,6 +39,7 @@ RATES = Rates(
     memory=0.8,
     cache_speedup=2.0,
     legacy_mma_on_hopper=0.5,
+    matrix_on_ada=1.0,
     kernel_tail_seconds=1e-6,
     launch_seconds=1e-9,
     hook_seconds=1e-9,
@@ -131,6 +132,12 @@ def test_only_attention_is_slower_on_hopper() -> None:
     hopper = replace(DEVICE, architecture="Hopper")
     assert step(profile([(ATTENTION, 1e12, 1.0)]), device=hopper).gpu == pytest.approx(10.0 + TAIL)
     assert step(profile([(GEMM, 1e12, 1.0)]), device=hopper).gpu == pytest.approx(2.0 + TAIL)
+
+
+def test_ada_sustains_less_of_its_matrix_rate() -> None:
+    rates = replace(RATES, matrix_on_ada=0.5)
+    assert step(profile([(GEMM, 1e12, 1.0)]), rates=rates).gpu == pytest.approx(4.0 + TAIL)
+    assert step(profile([(MEMORY, 0.0, 8e8)]), rates=rates).gpu == pytest.approx(1.0 + TAIL)
 
 
 def test_traffic_that_fits_the_cache_is_faster_and_twice_the_cache_gains_nothing() -> None:
