@@ -191,7 +191,7 @@ def estimates() -> tuple[list[Answered], dict[str, int]]:
         if not verdict.supported:
             refused[verdict.reason or "not supported"] += 1
             continue
-        estimator = Estimator(profile, device, semantics(Executor.SIMPLETUNER, workload.model))
+        estimator = Estimator(profile, device, semantics(Executor.SIMPLETUNER, workload.model, workload.variant))
         answered.append(Answered(row, workload, estimator, estimator.estimate(verdict.effective)))
     return answered, dict(refused)
 
