@@ -178,6 +178,7 @@ def run(
             checkpoints.restore(checkpoint, job, trainer.optimizer)
             trainer.set_lr()
             trainer.newest = checkpoint.path
+        log.start()
         try:
             with interruption.deferred() if interruption is not None else contextlib.nullcontext():
                 trainer.train(start, steps, checkpoint_every, on_step, interruption)

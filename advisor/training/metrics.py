@@ -15,14 +15,14 @@ from probes.workload import WorkloadError
 
 
 class Metrics:
-    """An open metrics file.
+    """A metrics file: checked when made, written to from `start` on.
 
     Args:
         path: None: nothing is written.
         after: steps that are kept of a file that is there: those up to this one; later lines belong to steps that are run again.
 
     Raises:
-        WorkloadError: the file holds something else, or cannot be written.
+        WorkloadError: the file holds something else, or cannot be read.
     """
 
     def __init__(self, path: Path | None, *, after: int = 0) -> None:
@@ -30,14 +30,27 @@ class Metrics:
         self.failed: str | None = None
         """Why writing stopped."""
         self._file: TextIO | None = None
+        self._kept: list[str] = []
         if path is None:
             return
         try:
-            kept = [line for line in _lines(path) if json.loads(line)["step"] <= after]
-            store.atomic_write(path, "".join(f"{line}\n" for line in kept).encode())
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+            self._kept = [line for line in _lines(path) if json.loads(line)["step"] <= after]
         except OSError as error:
-            raise WorkloadError(f"--metrics {path}: cannot be written ({error.strerror})") from None
+            raise WorkloadError(f"--metrics {path}: cannot be read ({error.strerror})") from None
+
+    def start(self) -> None:
+        """Opens the file; what an earlier run wrote after the kept steps goes.
+
+        Raises:
+            WorkloadError: it cannot be written.
+        """
+        if self.path is None:
+            return
+        try:
+            store.atomic_write(self.path, "".join(f"{line}\n" for line in self._kept).encode())
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise WorkloadError(f"--metrics {self.path}: cannot be written ({error.strerror})") from None
 
     def write(self, **values: Any) -> None:
         """Adds a line. A disk that is full ends the metrics, not the run: see `failed`."""

@@ -390,6 +390,28 @@ def test_metrics_have_a_line_a_step_and_replace_an_earlier_run(tmp_path: Path) -
     assert all(set(line) == keys and line["allocated_bytes"] is None for line in lines)
 
 
+def test_a_run_that_does_not_start_leaves_the_metrics_of_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 9}\n')
+    monkeypatch.setattr(loop, "real_job", fail)
+    with pytest.raises(OutOfMemory):
+        run(PLAN, steps=2, metrics=path, device="cpu")
+    assert path.read_text() == '{"step": 1, "loss": 9}\n'
+    path = tmp_path / "folder" / "metrics.jsonl"
+    path.parent.mkdir()
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        "probes.store.os.replace", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system"))
+    )
+    with pytest.raises(WorkloadError, match=r"--metrics .* cannot be written \(Read-only file system\)"):
+        run(PLAN, steps=1, metrics=path, device="cpu")
+
+
 def test_metrics_are_on_disk_when_a_step_is_done(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     seen: list[int] = []
