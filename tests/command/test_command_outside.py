@@ -432,7 +432,7 @@ def last_error(done: Done) -> str:
     return line
 
 
-def test_an_own_class_is_planned_verified_and_trained(own: Path) -> None:
+def test_an_own_class_is_planned_verified_and_trained(advise: Advise, own: Path) -> None:
     done = advise_there(own, *OWN, *SIZE, "--plan", "plan.json", "--json")
     answer = json.loads(done.out)  # although the module prints
     text = warnings(done)
@@ -440,11 +440,13 @@ def test_an_own_class_is_planned_verified_and_trained(own: Path) -> None:
     assert "guessed: LoRA targets proj, qkv (linears of the attention)" in text
     assert "blocks: layers (4 Block; attention attn; feed-forward mlp)" in text
     assert "guessed: width and height in multiples of 16 pixels" in text
-    verified = advise_there(own, "verify", "plan.json", "--model-class", "own_nets:Net", "--steps", "1", "--json")
+    verified = advise(
+        "verify", "plan.json", "--model-class", "own_nets:Net", "--steps", "1", "--json", "--device", "cpu"
+    )
     receipt = json.loads(verified.out)
     assert verified.status == 0, verified.out
     assert receipt["predicted"]["peak_gib"] == pytest.approx(receipt["measured"]["peak_gib"], rel=0.02)
-    trained = advise_there(own, "run", "plan.json", "--model-class", "own_nets:Net", "--steps", "3", "--json")
+    trained = advise("run", "plan.json", "--model-class", "own_nets:Net", "--steps", "3", "--json", "--device", "cpu")
     assert trained.status == 0, trained.err
     assert len(json.loads(trained.out)["losses"]) == 3
 
@@ -483,6 +485,7 @@ def test_a_batch_imports_only_what_the_command_line_names(own: Path) -> None:
     assert second["workload"]["model"] == "flux"
 
 
+@pytest.mark.slow
 def test_a_changed_module_gets_a_profile_of_its_own(own: Path) -> None:
     assert advise_there(own, *OWN, *SIZE, "--plan", "plan.json").status == 0
     (own / "beside.py").write_text((own / "beside.py").read_text().replace("4 * width", "2 * width"))
