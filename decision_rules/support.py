@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from estimators.estimate import Semantics
-from estimators.schedule import Backend, IntervalForm, Schedule, resolve
+from estimators.schedule import Backend, IntervalForm, Offloading, Schedule, resolve
 from probes import resources
 from probes.structure import Structure
 
@@ -147,6 +147,7 @@ def semantics(executor: Executor, family: str, variant: str | None = None) -> Se
                 row.interval_form,
                 interval_selects_ffn=row.ffn_interval.startswith("every"),
                 trainer_ffn_scope=True,
+                offloading=Offloading.HOOKS,
                 copies_out_overlap=True,
             )
 
@@ -169,8 +170,8 @@ def _no(schedule: Schedule, reason: str) -> Verdict:
 
 
 def _bundled(structure: Structure, schedule: Schedule) -> Verdict:
-    if schedule.offload_attention:
-        return _no(schedule, "the bundled runtime does not offload attention yet; --executor simpletuner does")
+    if schedule.offload_attention and not any(b.attention for b in structure.blocks):
+        return _no(schedule, "no block has an attention submodule whose saved tensors could be offloaded")
     if schedule.backend.feed_forward_only and not structure.has_feed_forward:
         return _no(schedule, f"{schedule.backend}: no block has a separate feed-forward side; torch works")
     return Verdict(True, None, schedule)
@@ -186,7 +187,7 @@ def _diffusers(family: str, row: TrainerSupport, schedule: Schedule) -> Verdict:
     if schedule.interval is not None:
         return _no(schedule, "diffusers has no interval or stride; torch without them works, or --executor bundled")
     if schedule.offload_attention:
-        return _no(schedule, "diffusers does not offload attention; --executor simpletuner does")
+        return _no(schedule, "diffusers does not offload attention; --executor bundled does")
     return Verdict(True, None, schedule)
 
 
@@ -286,6 +287,7 @@ def candidates(executor: Executor, family: str, structure: Structure, variant: s
             meaning.interval_form,
             interval_selects_ffn=meaning.interval_selects_ffn,
             trainer_ffn_scope=meaning.trainer_ffn_scope,
+            offloading=meaning.offloading,
         )
         effect = (done.units, done.offloaded_attention)
         if effect not in effects:

@@ -14,7 +14,7 @@ from estimators import allocator, calibration, optimizers
 from estimators.calibration import Bands, bands_for, kind
 from estimators.devices import Device, DeviceKind
 from estimators.memory import Memory, Replay, Resident, exact
-from estimators.schedule import IntervalForm, Resolution, Schedule, resolve
+from estimators.schedule import IntervalForm, Offloading, Resolution, Schedule, resolve
 from estimators.step_time import Clock, StepTime
 from probes.profile import Profile
 
@@ -28,6 +28,7 @@ class Semantics:
     interval_form: IntervalForm = IntervalForm.SEGMENTS
     interval_selects_ffn: bool = True
     trainer_ffn_scope: bool = False
+    offloading: Offloading = Offloading.BUNDLED
     copies_out_overlap: bool = False
     """Device-to-host copies run on a stream of their own."""
 
@@ -38,6 +39,7 @@ class Semantics:
             self.interval_form,
             interval_selects_ffn=self.interval_selects_ffn,
             trainer_ffn_scope=self.trainer_ffn_scope,
+            offloading=self.offloading,
         )
 
 
@@ -191,7 +193,8 @@ class Estimator:
         """
         resolution = self.semantics.resolve(schedule, self.profile)
         memory = self.replay.run(resolution, self.resident)
-        time = self.clock.step(memory, copies_out_overlap=self.semantics.copies_out_overlap)
+        beside = self.semantics.offloading is Offloading.BUNDLED and not self.on_cpu
+        time = self.clock.step(memory, copies_out_overlap=self.semantics.copies_out_overlap, copies_beside=beside)
         reserved, fits, more = self._reserved(schedule, resolution, memory)
         low, high = self.bands.peak(memory.peak)
         probability = self.bands.fits(memory.peak, self.capacity)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from estimators.host_copies import AttentionCopies, Fetch, HostCopy, run_ahead
 from estimators.placement import Placement, SimulationError, unit_arguments
 from estimators.schedule import Resolution
 from probes.profile import Profile
@@ -21,7 +22,8 @@ from probes.tape import NEVER, Ints
 __all__ = ["Memory", "Replay", "Resident", "SimulationError", "Span", "exact"]
 
 RNG_STATE_BYTES = 5056
-"""The CPU generator's state, stored on the host for every module in a checkpoint (torch.get_rng_state)."""
+"""The CPU generator's state, stored on the host for every module in a checkpoint (torch.get_rng_state), and behind every skipped
+attention with dropout."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Memory:
     copied_tensors: int
     """How many tensors are copied to the host in a step."""
     recomputed: tuple[Span, ...]
+    copy_groups: int = 1
+    """Groups in which copies come back; all but the first can do so beside the computation."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class _Traffic:
     to_host: int = 0
     from_host: int = 0
     tensors: int = 0
+    groups: int = 1
 
 
 class Replay:
@@ -183,9 +188,13 @@ class _Step:
         self._storage, self._unit, self._release = t.saved_storage[inside], p.saved_unit[inside], t.released_at[inside]
         self._own = p.birth_unit[self._storage] == self._unit
         """Of the tensors saved inside units: born in the same unit, so that recomputation makes them anew."""
+        self._chosen = AttentionCopies(p)
+        self._returned = np.isin(self._storage, list(self._chosen.returned))
+        """Of the tensors saved inside units: results of attention that recomputation takes from the host."""
         self._forward()
         self._recompute()
-        self._attention()
+        if not p.bundled:
+            self._attention()
         if resident.device_is_host:
             self.device.add(*self.host.lives())
 
@@ -193,15 +202,20 @@ class _Step:
         """Storages of the recorded step: held by Python, by what is saved outside checkpoints, and by checkpoint arguments."""
         t, p = self.tape, self.place
         death = t.death.copy()
-        holds = ~self._stays & (p.saved_unit < 0) & ~(p.attention & t.saved_movable)
+        leaves = self._chosen.moved if p.bundled else p.attention & t.saved_movable
+        holds = ~self._stays & (p.saved_unit < 0) & ~leaves
         np.maximum.at(death, t.saved_storage[holds], t.released_at[holds])
         on_host = self._arguments(death)
-        foreign = ~self._own
+        foreign = ~self._own & ~self._returned
         if len(on_host):
             foreign &= ~np.isin(self._pair(self._unit, self._storage), on_host)
         np.maximum.at(death, self._storage[foreign], self._release[foreign])
         self.death = death
-        self.device.add(p.new(t.birth), p.new(death), self.size)
+        gone = p.new(death)
+        for copy in self._copied:
+            if copy.is_original:
+                gone[copy.storage] = max(gone[copy.storage], copy.copied)
+        self.device.add(p.new(t.birth), gone, self.size)
 
     def _pair(self, unit: Ints, storage: Ints) -> Ints:
         """One number for a unit and a storage."""
@@ -210,6 +224,7 @@ class _Step:
     def _arguments(self, death: Ints) -> Ints:
         """Lets every unit hold its arguments (raising `death`) or copy them to the host; returns the copied pairs."""
         p = self.place
+        self._copied: list[HostCopy] = []
         on_host: list[tuple[int, int, int, int]] = []
         held: list[tuple[int, int]] = []
         states: list[tuple[int, int, int]] = []
@@ -227,14 +242,66 @@ class _Step:
         if held:
             sids, until = np.array(held, np.int64).T
             np.maximum.at(death, sids, until)
+        if self.resident.device_is_host and self.replay.profile.workload.lora_dropout > 0:
+            for call in p.calls:
+                if call.unit >= 0 and p.finish_[call.unit] >= 0:
+                    states.append((call.end, int(p.finish_[call.unit]), RNG_STATE_BYTES))
         if self.resident.device_is_host and states:
             starts, finishes, sizes = np.array(states, np.int64).T
             self.host.add(p.new(starts), p.new(finishes), sizes)
+        if p.bundled:
+            self._copy_once(on_host)
         if not on_host:
             return np.zeros(0, np.int64)
         copies = np.array(on_host, np.int64)
-        self._inputs_on_host(copies)
+        if not p.bundled:
+            self._inputs_on_host(copies)
         return self._pair(copies[:, 0], copies[:, 1])
+
+    def _copy_once(self, on_host: list[tuple[int, int, int, int]]) -> None:
+        """Everything that our runtime moves: checkpoint inputs (rows of unit, storage, start, bytes) and attention's."""
+        p = self.place
+        found = self._chosen.copies()
+        known = {(c.storage, 0): c for c in found}
+        views: dict[tuple[int, int], int] = {}
+        uses = np.full(len(p.units) * len(self.size), -1, np.int64) if on_host else np.zeros(0, np.int64)
+        if on_host:
+            np.maximum.at(uses, self._pair(self._unit, self._storage), self._release)
+        for u, sid, start, size in on_host:
+            at, finish = (int(x) for x in p.new(np.array([start, p.finish_[u]])))
+            fetches = []
+            if p.replayed_[u]:
+                begin = int(p.replay_start_[u])
+                held = int(p.new(np.array([max(int(uses[u * len(self.size) + sid]), 0)]))[0])
+                fetches = [Fetch(begin, max(held, begin + int(p.length_[u])), start)]
+            nth = views.get((u, sid), 0)  # several views of one storage among a unit's arguments are copied one by one
+            views[u, sid] = nth + 1
+            copy = known.get((sid, nth))
+            if copy is None or copy.size < size:
+                # the original goes when Python lets go of it
+                known[sid, nth] = HostCopy(sid, size, start, at, finish, fetches)
+                found.append(known[sid, nth])
+                continue
+            copy.copied, copy.released = min(copy.copied, at), max(copy.released, finish)
+            copy.fetches += fetches
+        if not self.resident.device_is_host:
+            run_ahead(found)
+        self._copied = found
+        if self.resident.device_is_host:
+            # a block's storages are copied one after the other, each before its original is let go
+            largest: dict[int, int] = {}
+            for c in found:
+                largest[c.copied] = max(largest.get(c.copied, 0), c.size)
+            moments = np.array(list(largest), np.int64)
+            self.host.add(moments, moments + 1, np.array(list(largest.values()), np.int64))
+        rows = np.array([(c.copied, c.released, c.size) for c in found], np.int64).reshape(-1, 3)
+        self.host.add(rows[:, 0], rows[:, 1], rows[:, 2])
+        back = np.array([(f.start, f.end, c.size) for c in found for f in c.fetches], np.int64).reshape(-1, 3)
+        self.device.add(back[:, 0], back[:, 1], self.counted(back[:, 2]))
+        self.traffic.to_host += int(rows[:, 2].sum())
+        self.traffic.from_host += int(back[:, 2].sum())
+        self.traffic.tensors += len(found)
+        self.traffic.groups = max(1, len({f.group for c in found for f in c.fetches}))
 
     def _inputs_on_host(self, copies: Ints) -> None:
         """Host copies of checkpoint inputs, and the device copies that recomputation makes of them.
@@ -321,4 +388,5 @@ class _Step:
             from_host=self.traffic.from_host,
             copied_tensors=self.traffic.tensors,
             recomputed=tuple(Span(tuple(r), int(p.stop_[u])) for u, r in enumerate(ranges) if p.replayed_[u]),
+            copy_groups=self.traffic.groups,
         )

@@ -5,9 +5,12 @@ Positions are event numbers. *Tape positions* count the recorded step, *new posi
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
-from estimators.schedule import Resolution, Unit
+from estimators.schedule import Offloading, Resolution, Unit
 from probes.tape import NEVER, Flags, Ints, Tape
 
 
@@ -49,26 +52,82 @@ def unit_arguments(tape: Tape, unit: Unit) -> list[tuple[int, bool, int]]:
     return found
 
 
+def _without(whole: tuple[int, int, int], skipped: Sequence[AttentionCall]) -> Iterator[tuple[int, int, int]]:
+    """A (start, end, unit) range without the calls that its recomputation skips."""
+    start, end, unit = whole
+    for call in skipped:
+        if call.unit == unit and start <= call.start and call.end <= end:
+            yield start, call.start, unit
+            start = call.end
+    yield start, end, unit
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of an attention submodule whose saved tensors go to the host."""
+
+    start: int
+    end: int
+    block_end: int
+    """When its block returns."""
+    arguments: tuple[int, ...]
+    """Storages."""
+    results: tuple[tuple[int, int], ...]
+    """(storage, bytes) of what it returned."""
+    unit: int
+    """Unit whose recomputation skips it, or -1."""
+
+
 class Placement:
     """One schedule on one tape. Arrays ending in an underscore are one entry a unit; the others one a saved tensor or storage."""
 
     def __init__(self, tape: Tape, resolution: Resolution) -> None:
         self.tape = tape
+        self.bundled = resolution.offloading is Offloading.BUNDLED
         self.units = resolution.units
+        self.calls = self._attention_calls(resolution)
+        """With `Offloading.BUNDLED`: the offloaded attention calls, in order."""
         self._lay_ranges()
         self.attention = self._attention_saves(resolution)
         """Saved tensors that attention offload takes out of the checkpoints' hands."""
         self.saved_unit = np.where(self.attention, -1, self.locate(tape.saved_at)[0])
         """Unit whose checkpoint handles a saved tensor, or -1."""
+        for call in self.calls:
+            if call.unit >= 0:
+                self._hand_over_arguments(call)
         self.birth_unit, self._birth_range = self.locate(tape.birth)
         """Unit in whose forward part a storage is born, or -1."""
         self._find_bounds()
         self._place_replays()
 
+    def _attention_calls(self, resolution: Resolution) -> list[AttentionCall]:
+        if resolution.offloading is not Offloading.BUNDLED:
+            return []
+        owner = {name: u for u, unit in enumerate(self.units) for name in unit.modules}
+        found = []
+        for name, block in zip(resolution.offloaded_attention, resolution.attention_blocks, strict=True):
+            call, around = self.tape.calls.get(name), self.tape.calls.get(block)
+            if call is not None and around is not None:
+                results = tuple(zip(call.results, call.result_bytes, strict=True))
+                unit = owner.get(block, -1)
+                found.append(AttentionCall(call.start, call.end, around.end, call.arguments, results, unit))
+        return sorted(found, key=lambda c: c.start)
+
+    def _hand_over_arguments(self, call: AttentionCall) -> None:
+        """What skipped attention saves of its own arguments is the checkpoint's."""
+        low, high = np.searchsorted(self.tape.saved_at, (call.start, call.end))
+        given = np.zeros(len(self.tape.saved_at), bool)
+        given[low:high] = np.isin(self.tape.saved_storage[low:high], call.arguments)
+        self.attention &= ~given
+        self.saved_unit[given] = call.unit
+
     def _lay_ranges(self) -> None:
         flat = sorted(
             (start, end, u) for u, unit in enumerate(self.units) for start, end in unit_ranges(self.tape, unit)
         )
+        skipped = [c for c in self.calls if c.unit >= 0]
+        if skipped:
+            flat = [piece for whole in flat for piece in _without(whole, skipped)]
         self.range_start = np.array([f[0] for f in flat], np.int64)
         self.range_end = np.array([f[1] for f in flat], np.int64)
         self.range_unit = np.array([f[2] for f in flat], np.int64)
@@ -110,7 +169,8 @@ class Placement:
         if n:
             stop = np.maximum(self.stop_, 0)
             r = self.locate(stop)[1]
-            self.length_ = np.where(self.replayed_, self.offset[r] + stop - self.range_start[r] + 1, 0)
+            done = np.minimum(stop + 1, self.range_end[r]) - self.range_start[r]
+            self.length_ = np.where(self.replayed_, self.offset[r] + done, 0)
         order = np.argsort(self._trigger, kind="stable")[: int(self.replayed_.sum())]
         self._inserted_at = self._trigger[order]
         self._inserted = np.concatenate([[0], np.cumsum(self.length_[order])])
@@ -136,6 +196,15 @@ class Placement:
         """Tape positions as new positions; NEVER stays."""
         moved = positions + self._inserted[np.searchsorted(self._inserted_at, positions, side="right")]
         return np.where(positions < NEVER, moved, NEVER)
+
+    def replay_of(self, unit: int, position: int) -> int:
+        """New position at which a unit's recomputation comes to a tape position of its forward part."""
+        r = max(int(np.searchsorted(self.range_start, position, side="right")) - 1, 0)
+        start, last = int(self.replay_start_[unit]), int(self.replay_start_[unit] + self.length_[unit])
+        if self.range_unit[r] != unit:
+            return last
+        within = int(self.offset[r]) + min(position, int(self.range_end[r])) - int(self.range_start[r])
+        return min(start + within, last)
 
     def recomputed(self) -> tuple[Ints, Ints, Ints]:
         """(storage, birth, death by Python) of the second copies of storages that recomputation makes; new positions."""

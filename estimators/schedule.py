@@ -59,6 +59,17 @@ class IntervalForm(StrEnum):
     """The executor drops the option."""
 
 
+class Offloading(StrEnum):
+    """How an executor moves tensors to the host."""
+
+    HOOKS = "hooks"
+    """Every saved tensor with a history is copied when it is saved, for each checkpoint that takes it and again when recomputation
+    saves it; copies back are waited for."""
+    BUNDLED = "bundled"
+    """A storage is copied once. What attention saves moves at the end of its block, where nothing else holds it; recomputation takes
+    attention's results from the host instead of running it. Copies run beside the computation, back one group early."""
+
+
 KEYS = {
     "gradient_checkpointing",
     "gradient_checkpointing_backend",
@@ -218,6 +229,9 @@ class Resolution:
     recomputed_blocks: tuple[str, ...]
     offloaded_attention: tuple[str, ...] = ()
     """Qualified names of attention modules whose saved tensors go to the host."""
+    attention_blocks: tuple[str, ...] = ()
+    """For each of them, the block that it is in."""
+    offloading: Offloading = Offloading.HOOKS
     notes: tuple[str, ...] = field(default=())
     """What was not done as asked, and why."""
 
@@ -243,6 +257,7 @@ def resolve(
     *,
     interval_selects_ffn: bool = True,
     trainer_ffn_scope: bool = False,
+    offloading: Offloading = Offloading.BUNDLED,
 ) -> Resolution:
     """The checkpoint units of `schedule` on a model.
 
@@ -253,6 +268,7 @@ def resolve(
         interval_selects_ffn: with a feed-forward backend, an interval (or interval and stride) selects the blocks whose
             feed-forward side is checkpointed, every k-th; False: every block's is.
         trainer_ffn_scope: use `Block.trainer_ffn_start`, where a block has one.
+        offloading: how the executor moves tensors.
 
     Raises:
         ScheduleError: a per-block schedule of the wrong length, or one that asks for a feed-forward side that the block
@@ -272,6 +288,17 @@ def resolve(
         recomputed.append(block.name)
         return True
 
+    def done(attending: list[Block]) -> Resolution:
+        pairs = [(a, b.name) for b in attending for a in b.attention]
+        return Resolution(
+            tuple(units),
+            tuple(recomputed),
+            tuple(a for a, _ in pairs),
+            tuple(b for _, b in pairs),
+            offloading,
+            tuple(dict.fromkeys(notes)),
+        )
+
     if schedule.actions is not None:
         blocks = structure.blocks
         if len(schedule.actions) != len(blocks):
@@ -285,7 +312,7 @@ def resolve(
                 recomputed.append(block.name)
             elif action is not Action.KEEP and not feed_forward(block, offload):
                 raise ScheduleError(f"block {block.name} ({block.kind}) has no separate feed-forward side to recompute")
-        return Resolution(tuple(units), tuple(recomputed))
+        return done([])
 
     offload = schedule.backend.offloads_inputs
     if schedule.backend.feed_forward_only:
@@ -321,5 +348,4 @@ def resolve(
                 notes.append(f"{shown}: blocks are not directly connected, so each is a checkpoint of its own")
         if schedule.interval and interval_form is IntervalForm.IGNORED:
             notes.append("the executor ignores gradient_checkpointing_interval for this model")
-    attention = tuple(a for b in structure.blocks for a in b.attention) if schedule.offload_attention else ()
-    return Resolution(tuple(units), tuple(recomputed), attention, tuple(dict.fromkeys(notes)))
+    return done(list(structure.blocks) if schedule.offload_attention else [])

@@ -70,7 +70,7 @@ class StepTime:
     recompute: float
     """GPU time of recomputation, contained in `gpu`."""
     copies: float
-    """Time of host copies, added to the total: the runtime waits for them."""
+    """Time of host copies that computation does not hide, added to the total."""
 
     @property
     def launch_bound(self) -> bool:
@@ -143,6 +143,10 @@ class Load:
     from_host: int
     copies_out_overlap: bool
     trained_elements: int
+    copy_groups: int
+    """Copies back come in so many groups."""
+    copies_beside: bool
+    """Copies in both directions run beside the computation, back one group early."""
     streamed: int
     """Bytes of weights that every pass brings in from the host."""
 
@@ -155,17 +159,22 @@ class Load:
         assert device.memory_bytes_per_second is not None
         gpu = once + recompute + 28.0 * self.trained_elements / (device.memory_bytes_per_second * r.memory)
         host = self.launches * r.launch_seconds + self.hooks * r.hook_seconds + self.copied_tensors * r.copy_seconds
-        copies = 0.0
+        copies = out = back = 0.0
         link = device.memory_bytes_per_second
         up = device.host_to_device_bytes_per_second or link
         if self.to_host or self.from_host:
             out = self.to_host / (device.device_to_host_bytes_per_second or link)
-            copies = self.from_host / up + out * (r.exposed_copy_out if self.copies_out_overlap else 1.0)
+            back = self.from_host / up
+            copies = back + out * (r.exposed_copy_out if self.copies_out_overlap else 1.0)
         if self.streamed:
             # every pass over the weights streams them in, one layer ahead of the computation
             passes = 2 + (recompute / forward if forward else 0.0)
             gpu = max(gpu, passes * self.streamed / up)
         total = (gpu**r.blend + host**r.blend) ** (1 / r.blend)
+        if self.copies_beside and copies:
+            # waited for: the first group of backward, and what the link cannot move while forward and backward compute
+            hidden = total * forward / gpu
+            copies = max(0.0, out - hidden) + max(back - (total - hidden), back / self.copy_groups)
         return StepTime(total + copies, gpu, host, recompute, copies)
 
 
@@ -223,7 +232,9 @@ class Clock:
                 saved += int(hi - lo)
         return ranges, saved
 
-    def _load(self, memory: Memory, again: int, saved: int, copies_out_overlap: bool) -> Load:
+    def _load(
+        self, memory: Memory, again: int, saved: int, copies_out_overlap: bool, copies_beside: bool = False
+    ) -> Load:
         return Load(
             launches=len(self._op_at) + again,
             hooks=3 * saved,
@@ -232,21 +243,27 @@ class Clock:
             from_host=memory.from_host,
             copies_out_overlap=copies_out_overlap,
             trained_elements=self.profile.trained_elements,
+            copy_groups=memory.copy_groups,
+            copies_beside=copies_beside,
             streamed=self.profile.host_weight_bytes,
         )
 
-    def step(self, memory: Memory, *, copies_out_overlap: bool = False) -> StepTime | None:
+    def step(
+        self, memory: Memory, *, copies_out_overlap: bool = False, copies_beside: bool = False
+    ) -> StepTime | None:
         """Time of one step under the schedule that `memory` was simulated for. None: the device's rates are not known.
 
         Args:
             copies_out_overlap: device-to-host copies run beside the computation (a stream of their own); copies back are
                 always waited for.
+            copies_beside: copies in both directions run beside the computation, back one group early: only the first group and
+                what the link cannot move during forward and backward is waited for.
         """
         if not self.available:
             return None
         ranges, saved = self._again(memory)
         recompute = sum(float(self._cumulative[hi] - self._cumulative[lo]) for lo, hi in ranges)
-        load = self._load(memory, sum(hi - lo for lo, hi in ranges), saved, copies_out_overlap)
+        load = self._load(memory, sum(hi - lo for lo, hi in ranges), saved, copies_out_overlap, copies_beside)
         once, forward = float(self._cumulative[-1]), float(self._cumulative[self._forward_ops])
         return load.joined(once, recompute, forward, self.device, self.rates)
 

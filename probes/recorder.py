@@ -6,6 +6,7 @@ allocates and frees inside. It does not see memory outside operators: library wo
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
@@ -335,7 +336,11 @@ class Recorder(TorchDispatchMode):
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             self.now += 1
             call = self.calls[name]
-            self.calls[name] = Call(call.start, self.now, call.arguments, call.movable, call.argument_bytes)
+            returned = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+            results = [(sid, t.numel() * t.element_size()) for t in returned if (sid := self._sid(t)) >= 0]
+            self.calls[name] = dataclasses.replace(
+                call, end=self.now, results=tuple(s for s, _ in results), result_bytes=tuple(n for _, n in results)
+            )
             if reads_from:
                 _, found, _ = self._reading.pop(f"{name}@{reads_from}")
                 self.inner_reads[f"{name}@{reads_from}"] = tuple(sorted(found))

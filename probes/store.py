@@ -138,7 +138,7 @@ def to_bytes(profile: Profile) -> bytes:
         "notes": profile.notes,
         "measured": {k: dict(v) for k, v in profile.measured.items()},
         "bounds": [t.length, t.backward_start, t.optimizer_start],
-        "calls": {n: [c.start, c.end, c.arguments, c.movable, c.argument_bytes] for n, c in t.calls.items()},
+        "calls": {n: _call_values(c) for n, c in t.calls.items()},
         "inner_reads": dict(t.inner_reads),
     }
     arrays = {name: getattr(t, name) for name in _ARRAYS}
@@ -146,6 +146,10 @@ def to_bytes(profile: Profile) -> bytes:
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
     return buffer.getvalue()
+
+
+def _call_values(call: Call) -> list[Any]:
+    return [getattr(call, field.name) for field in dataclasses.fields(call)]
 
 
 def from_bytes(content: bytes) -> Profile:
@@ -167,7 +171,7 @@ def from_bytes(content: bytes) -> Profile:
         for name in ("lora_targets", "buckets"):
             workload[name] = tuple(workload[name])
         length, backward, optimizer = meta["bounds"]
-        calls = {n: Call(c[0], c[1], tuple(c[2]), tuple(c[3]), tuple(c[4])) for n, c in meta["calls"].items()}
+        calls = {n: Call(c[0], c[1], *map(tuple, c[2:])) for n, c in meta["calls"].items()}
         chains = tuple(
             Chain(
                 c["path"],

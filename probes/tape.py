@@ -36,6 +36,9 @@ class Call:
     """For each: it carries a grad_fn, so offloading may move it."""
     argument_bytes: tuple[int, ...] = ()
     """For each: bytes of the tensor itself (a view may be smaller than its storage)."""
+    results: tuple[int, ...] = ()
+    """Storages of the tensors that it returned."""
+    result_bytes: tuple[int, ...] = ()
 
 
 @dataclass

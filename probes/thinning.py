@@ -306,9 +306,16 @@ def expand(tape: Tape, run: Run) -> Tape:
 
     def moved_call(call: Call, anchor: int, block: int) -> Call:
         at = move(np.array([call.start, call.end - 1], np.int64), anchor, block)
-        arguments = storage(np.array(call.arguments, np.int64), anchor, block)
+
+        def moved(sids: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(int(s) for s in storage(np.array(sids, np.int64), anchor, block))
+
         return dataclasses.replace(
-            call, start=int(at[0]), end=int(at[1]) + 1, arguments=tuple(int(a) for a in arguments)
+            call,
+            start=int(at[0]),
+            end=int(at[1]) + 1,
+            arguments=moved(call.arguments),
+            results=moved(call.results),
         )
 
     for name, call in tape.calls.items():

@@ -21,14 +21,23 @@ class Counters:
     """Checkpoints replayed in a backward pass."""
     blocks_recomputed: int = 0
     """Calls of blocks or feed-forward submodules replayed in a backward pass (the last one of a checkpoint only in part)."""
+    attention_calls: int = 0
+    """Calls of attention submodules whose saved tensors went to the host."""
+    attention_skipped: int = 0
+    """Calls of attention submodules that a replay took from the host instead of running them again."""
     tensors_offloaded: int = 0
     bytes_offloaded: int = 0
     """Copied to the host in forward passes."""
     tensors_fetched: int = 0
     bytes_fetched: int = 0
     """Copied back in backward passes."""
+    fetched_ahead: int = 0
+    """Of the tensors fetched: those whose copy was started before they were asked for."""
     host_bytes: int = 0
     """Host copies alive now."""
     host_bytes_peak: int = 0
+    pinned_bytes: int = 0
+    """Page-locked memory that the pool holds now."""
+    pinned_bytes_peak: int = 0
     pageable_copies: int = 0
-    """Host copies of a GPU tensor that got no pinned memory."""
+    """Host copies of a GPU tensor that got no page-locked memory."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from advisor.runtime.attention import Region
 from advisor.runtime.counters import Counters, RuntimeRefused
-from advisor.runtime.offload import SynchronousEngine
+from advisor.runtime.offload import Engine
 from advisor.runtime.units import Member, RunningUnit
 from estimators.schedule import Action, Backend, Schedule, resolve
 from probes.discover import discover
@@ -69,12 +70,19 @@ class Handle:
     """A schedule on a model. Leaving it as a context manager, `remove` here, `advisor.runtime.remove` and another `apply`
     all restore the model."""
 
-    def __init__(self, schedule: Schedule, structure: Structure) -> None:
+    def __init__(self, schedule: Schedule, structure: Structure, pinned_bytes: int | None = None) -> None:
         self.schedule = schedule
         self.structure = structure
         self.counters = Counters()
-        self.units: tuple[RunningUnit, ...] = ()
         self._notes: list[str] = []
+        self._engine = Engine(
+            self.counters,
+            most_buckets=schedule.pin_memory_max_buckets,
+            most_bytes=pinned_bytes,
+            prefetch=schedule.prefetch,
+            note=self._note,
+        )
+        self.units: tuple[RunningUnit, ...] = ()
         self._patches: list[_Patch] = []
 
     @property
@@ -93,6 +101,7 @@ class Handle:
         for patch in reversed(self._patches):
             patch.take_off()
         self._patches.clear()
+        self._engine.close()
 
     def __enter__(self) -> Handle:
         return self
@@ -104,8 +113,25 @@ class Handle:
         state = f"{len(self.units)} checkpoint units" if self.active else "not on a model"
         return f"Handle({self.schedule.name}, {state}, {self.counters})"
 
-    def _put_on(self, model: nn.Module, groups: list[tuple[list[tuple[str, nn.Module]], bool]]) -> None:
-        engine = SynchronousEngine(self.counters)
+    def _put_on(
+        self,
+        model: nn.Module,
+        groups: list[tuple[list[tuple[str, nn.Module]], bool]],
+        attention: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        engine = self._engine
+        regions = {name: Region(name, engine, self._note) for name in attention}
+        inside = {name for named, _ in groups for name, _ in named}
+        for name, region in regions.items():
+            for part in attention[name]:
+                module = model.get_submodule(part)
+                patch = _Patch(self, module)
+                patch.run = torch.compiler.disable(functools.partial(region.call, part, patch.original))
+                self._patches.append(patch)
+            if name not in inside:
+                patch = _Patch(self, model.get_submodule(name))
+                patch.run = torch.compiler.disable(functools.partial(region.run_block, patch.original))
+                self._patches.append(patch)
         units = []
         for named, offload in groups:
             unit = RunningUnit(self.counters, self._note, engine if offload else None)
@@ -113,13 +139,15 @@ class Handle:
             for index, (name, module) in enumerate(named):
                 patch = _Patch(self, module)
                 patch.run = functools.partial(call, index)
-                unit.members.append(Member(name, module, patch.original, patch.slot != "forward"))
+                unit.members.append(Member(name, module, patch.original, patch.slot != "forward", regions.get(name)))
                 self._patches.append(patch)
             units.append(unit)
         self.units = tuple(units)
-        if spanning := [u for u in units if len(u.members) > 1]:
+        spanning = [u for u in units if len(u.members) > 1]
+        offloading = engine if regions or any(u.engine is not None for u in units) else None
+        if spanning or offloading is not None:
             patch = _Patch(self, model)
-            patch.run = functools.partial(_closing, patch.original, spanning)
+            patch.run = functools.partial(_one_pass, patch.original, spanning, offloading)
             self._patches.append(patch)
         for patch in self._patches:
             patch.put_on()
@@ -129,9 +157,15 @@ class Handle:
             self._notes.append(text)
 
 
-def _closing(
-    forward: Callable[..., Any], units: list[RunningUnit], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _one_pass(
+    forward: Callable[..., Any],
+    units: list[RunningUnit],
+    engine: Engine | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
+    if engine is not None:
+        engine.start_pass()
     try:
         return forward(*args, **kwargs)
     finally:
@@ -139,7 +173,13 @@ def _closing(
             unit.close()
 
 
-def apply(model: nn.Module, schedule_or_plan: Any, *, structure: Structure | None = None) -> Handle:
+def apply(
+    model: nn.Module,
+    schedule_or_plan: Any,
+    *,
+    structure: Structure | None = None,
+    pinned_bytes: int | None = None,
+) -> Handle:
     """Makes `model` run `schedule_or_plan` from its next forward pass on.
 
     An earlier schedule on the model or any part of it is replaced. Call this last: after adapters are injected, other
@@ -151,6 +191,8 @@ def apply(model: nn.Module, schedule_or_plan: Any, *, structure: Structure | Non
         model: any module with block chains, or a wrapper around one (PEFT, DistributedDataParallel).
         schedule_or_plan: a `Schedule`, or an object with a `schedule` and perhaps a `structure`, such as a plan.
         structure: the model's chains; default: the plan's, else discovered from the module tree.
+        pinned_bytes: page-locked host memory that offloading may hold for each GPU; default: half of the machine's memory. What
+            does not fit goes to pageable memory, which is slower.
 
     Raises:
         RuntimeRefused: the model has its own checkpointing on, is sharded, or has nothing that the schedule could recompute;
@@ -162,19 +204,26 @@ def apply(model: nn.Module, schedule_or_plan: Any, *, structure: Structure | Non
     )
     if not isinstance(schedule, Schedule):
         raise TypeError(f"apply needs a Schedule or a plan with one, not {type(schedule_or_plan).__name__}")
-    _refuse(model, schedule)
+    _refuse(model)
     if structure is None:
         structure = getattr(schedule_or_plan, "structure", None) or discover(model)
     resolution = resolve(schedule, structure)
     wanted = schedule.backend is not Backend.NONE or any(a is not Action.KEEP for a in schedule.actions or ())
+    attention = _attention(resolution.offloaded_attention, structure)
+    if schedule.offload_attention and not attention:
+        raise RuntimeRefused(
+            f"no block of {type(model).__name__} has an attention submodule; leave gradient_checkpointing_offload_attention off"
+        )
     if wanted and not resolution.units:
         found = ", ".join(f"{c.path} ({c.blocks[0].kind})" for c in structure.chains) or "no list of blocks"
         raise RuntimeRefused(
             f"{schedule.name} has nothing to recompute in {type(model).__name__}: found {found}; "
             f"{'; '.join(resolution.notes) or 'pass structure= to say where the blocks are'}"
         )
-    root = _root(model, [name for unit in resolution.units for name in unit.modules])
-    handle = Handle(schedule, structure)
+    parts = [part for name, inside in attention.items() for part in (name, *inside)]
+    root = _root(model, [*(name for unit in resolution.units for name in unit.modules), *parts])
+    _refuse_compiled(root, attention)
+    handle = Handle(schedule, structure, pinned_bytes)
     for note in resolution.notes:
         handle._note(note)
     groups: list[tuple[list[tuple[str, nn.Module]], bool]] = []
@@ -183,7 +232,7 @@ def apply(model: nn.Module, schedule_or_plan: Any, *, structure: Structure | Non
     groups = _without_repeats(groups, handle)
     _note_compiled(model, [module for named, _ in groups for _, module in named], handle)
     remove(model)
-    handle._put_on(root, groups)
+    handle._put_on(root, groups, attention)
     return handle
 
 
@@ -194,12 +243,7 @@ def remove(model: nn.Module) -> None:
         handle.remove()
 
 
-def _refuse(model: nn.Module, schedule: Schedule) -> None:
-    if schedule.offload_attention:
-        raise RuntimeRefused(
-            "this runtime cannot yet move the tensors that attention saves to the host; "
-            "leave gradient_checkpointing_offload_attention off"
-        )
+def _refuse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(
             getattr(module, flag, False) is True for flag in ("gradient_checkpointing", "is_gradient_checkpointing")
@@ -229,6 +273,23 @@ def _root(model: nn.Module, names: list[str]) -> nn.Module:
     raise RuntimeRefused(
         f"{type(model).__name__} has no module {missing}: the structure or plan belongs to another model"
     )
+
+
+def _attention(chosen: Sequence[str], structure: Structure) -> dict[str, tuple[str, ...]]:
+    """The chosen attention submodules by block."""
+    wanted = set(chosen)
+    found = {b.name: tuple(a for a in b.attention if a in wanted) for b in structure.blocks}
+    return {name: parts for name, parts in found.items() if parts}
+
+
+def _refuse_compiled(root: nn.Module, attention: Mapping[str, tuple[str, ...]]) -> None:
+    for name in attention:
+        module = root.get_submodule(name)
+        if any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in module.modules()):
+            raise RuntimeRefused(
+                f"{name} is compiled: what its attention saves cannot be told apart; "
+                "leave gradient_checkpointing_offload_attention off, or do not compile the blocks"
+            )
 
 
 def _has(module: nn.Module, name: str) -> bool:

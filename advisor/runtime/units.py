@@ -27,11 +27,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 
 from advisor.runtime.arguments import Layout, flatten, tensors, version
+from advisor.runtime.attention import Records, Region
 from advisor.runtime.counters import Counters, RuntimeRefused
 from advisor.runtime.offload import Engine
+from advisor.runtime.random_state import RandomState
 
 Forward = Callable[..., Any]
 Hook = Callable[[Any], Any]
@@ -46,6 +48,8 @@ class Member:
     forward: Forward
     """What the module's `forward` was before, or its compiled call."""
     compiled: bool = False
+    region: Region | None = None
+    """The attention inside, if its saved tensors go to the host."""
 
 
 @dataclass(frozen=True)
@@ -98,23 +102,6 @@ class _Seen:
         return len(self._entries)
 
 
-class _Random:
-    """Random state before a call, to be set again before its replay."""
-
-    __slots__ = ("_cpu", "_device_type", "_devices", "_states")
-
-    def __init__(self, arguments: Sequence[torch.Tensor]) -> None:
-        self._cpu = torch.get_rng_state()
-        self._device_type = next((t.device.type for t in arguments if t.device.type not in ("cpu", "meta")), "cuda")
-        started = getattr(getattr(torch, self._device_type, None), "_initialized", False)
-        self._devices, self._states = get_device_states(*arguments) if started else ([], [])
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._devices:
-            set_device_states(self._devices, self._states, device_type=self._device_type)
-
-
 @dataclass(frozen=True)
 class _Call:
     """One module call as it is to be replayed."""
@@ -123,8 +110,17 @@ class _Call:
     layout: Layout
     sources: tuple[_Source, ...]
     training: bool
-    random: _Random | None
+    random: RandomState | None
     """None for the first call, whose random state the checkpoint restores."""
+    records: Records | None = None
+    """What the attention inside did, if a replay does not run it."""
+
+    def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call in forward."""
+        if self.member.region is None or self.records is None:
+            return self.member.forward(*args, **kwargs)
+        with self.member.region.first(self.records):
+            return self.member.forward(*args, **kwargs)
 
     def replay(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> Any:
         if self.member.module.training is not self.training:
@@ -139,7 +135,10 @@ class _Call:
         args, kwargs = self.layout.rebuild(leaves)
         if self.random is not None:
             self.random.restore()
-        return self.member.forward(*args, **kwargs)
+        if self.member.region is None or self.records is None:
+            return self.member.forward(*args, **kwargs)
+        with self.member.region.again(self.records):
+            return self.member.forward(*args, **kwargs)
 
 
 class _Tape:
@@ -158,7 +157,7 @@ class _Tape:
             (args, kwargs), self._arguments = self._arguments, None
             if self._spans:
                 self.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            return self.calls[0].member.forward(*args, **kwargs)
+            return self.calls[0].first(args, kwargs)
         self._counters.units_recomputed += 1
         outputs: list[torch.Tensor] = []
         for call in self.calls:
@@ -238,7 +237,8 @@ class RunningUnit:
         if opened is not None and opened.last + 1 == index:
             sources = opened.match(leaves, autocast)
             if not isinstance(sources, str):
-                call = _Call(member, layout, sources, member.module.training, _Random(arguments))
+                random = RandomState(arguments)
+                call = _Call(member, layout, sources, member.module.training, random, _records(member))
                 return self._join(opened, index, call, args, kwargs)
             self.starts.add(index)
             self.note(f"{member.name} starts a checkpoint of its own: {sources}")
@@ -260,7 +260,8 @@ class RunningUnit:
             _Input(position[id(leaf)]) if id(leaf) in position else _Value(leaf) for leaf in leaves
         )
         spans = self._may_go_on(index)
-        tape = _Tape(_Call(member, layout, sources, member.module.training, None), (args, kwargs), spans, self.counters)
+        first = _Call(member, layout, sources, member.module.training, None, _records(member))
+        tape = _Tape(first, (args, kwargs), spans, self.counters)
         seen = _Seen(list(inputs.values()))
         with self.engine.saving() if self.engine is not None else contextlib.nullcontext():
             result = checkpoint(tape, *inputs.values(), use_reentrant=False)
@@ -274,7 +275,7 @@ class RunningUnit:
 
     def _join(self, opened: _Open, index: int, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(*opened.hooks):
-            result = call.member.forward(*args, **kwargs)
+            result = call.first(args, kwargs)
         opened.tape.calls.append(call)
         self.counters.blocks_checkpointed += 1
         self._refuse_changed(opened.inputs, call.member)
@@ -292,6 +293,10 @@ class RunningUnit:
                 f"{member.name} changes one of its inputs in place and so cannot be recomputed; "
                 "leave it out with a per-block schedule ('keep' for this block)"
             )
+
+
+def _records(member: Member) -> Records | None:
+    return None if member.region is None else Records()
 
 
 def _autocast(arguments: Sequence[torch.Tensor]) -> tuple[Any, ...]:

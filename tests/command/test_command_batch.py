@@ -68,11 +68,13 @@ def test_requested_schedules_come_back_with_the_controls_as_asked(ask: Ask) -> N
 
 
 def test_an_unsupported_schedule_is_an_entry_with_a_reason(ask: Ask) -> None:
-    status, [answer] = ask({**GOOD, "schedules": [{**TORCH, "gradient_checkpointing_offload_attention": True}]})
+    status, [answer] = ask(
+        {**GOOD, "executor": "diffusers", "schedules": [{**TORCH, "gradient_checkpointing_offload_attention": True}]}
+    )
     [entry] = answer["schedules"]
     assert status == 0
     assert entry["supported"] is False
-    assert "simpletuner" in entry["reason"]
+    assert "bundled" in entry["reason"]
     assert entry["peak_gib"] is None
 
 

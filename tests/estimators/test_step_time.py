@@ -275,3 +275,19 @@ def test_recomputing_takes_between_nothing_and_another_forward(
     plain, again = step(found), step(found, memory(Span(((min(a, b), max(a, b)),), stop)))
     assert plain.total <= again.total * (1 + 1e-9)
     assert -1e-9 <= again.recompute <= plain.gpu * (1 + 1e-9)
+
+
+def test_copies_beside_the_computation_cost_what_it_does_not_hide() -> None:
+    """The three kernels are all in forward: they hide copies out and none back."""
+    found = step(profile(THREE), memory(to_host=10**3, from_host=10**3), copies_beside=True)
+    assert found.copies == pytest.approx(10**3 / 2e7)
+    alone = step(profile(THREE), memory()).total
+    found = step(profile(THREE), memory(to_host=10**9, from_host=10**9), copies_beside=True)
+    assert found.copies == pytest.approx(100 - alone + 50)
+
+
+def test_copies_back_beside_recomputation_cost_the_first_group() -> None:
+    again = replace(memory(Span(((0, 10**6),), 10**6), from_host=10**3), copy_groups=4)
+    found = step(profile(THREE), again, copies_beside=True)
+    assert found.recompute > 10**3 / 2e7
+    assert found.copies == pytest.approx(10**3 / 2e7 / 4)

@@ -197,10 +197,8 @@ def test_tensors_anywhere_in_keywords_get_their_gradients(schedule: Schedule) ->
     with apply(model, schedule) as handle:
         assert_same(step(model, X), plain)
     assert not _own(handle)
-    per_unit = 4  # the state, cos, shift and one nested tensor have a history; x and sin(x) have none
-    assert handle.counters.tensors_offloaded == (
-        len(handle.units) * per_unit if schedule.backend is Backend.UNSLOTH else 0
-    )
+    # every unit's state; once, what all take: cos, shift and one nested tensor have a history; x and sin(x) have none
+    assert handle.counters.tensors_offloaded == (len(handle.units) + 3 if schedule.backend is Backend.UNSLOTH else 0)
 
 
 @EVERY
@@ -973,18 +971,6 @@ def test_own_checkpointing_is_refused() -> None:
         apply(model, TORCH)
     model.disable_gradient_checkpointing()
     apply(model, TORCH)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        (Schedule(Backend.TORCH, offload_attention=True), "cannot yet move the tensors that attention saves"),
-        (Schedule(offload_attention=True), "offload_attention off"),
-    ],
-)
-def test_attention_offload_is_refused(schedule: Schedule, message: str) -> None:
-    with pytest.raises(RuntimeRefused, match=message):
-        apply(Stack(), schedule)
 
 
 def test_a_schedule_that_could_do_nothing_is_refused() -> None:

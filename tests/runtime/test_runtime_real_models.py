@@ -39,6 +39,13 @@ SCHEDULES: dict[str, Callable[[Structure], Schedule]] = {
     "unsloth": lambda _: Schedule(Backend.UNSLOTH),
     "unsloth-ffn": lambda _: Schedule(Backend.UNSLOTH_FFN),
     "unsloth-interval3": lambda _: Schedule(Backend.UNSLOTH, 3),
+    "none+attention": lambda _: Schedule(offload_attention=True),
+    "torch+attention": lambda _: Schedule(Backend.TORCH, offload_attention=True),
+    "torch-interval2-stride4+attention": lambda _: Schedule(Backend.TORCH, 2, 4, offload_attention=True),
+    "torch-interval3+attention": lambda _: Schedule(Backend.TORCH, 3, offload_attention=True),
+    "torch-ffn+attention": lambda _: Schedule(Backend.TORCH_FFN, offload_attention=True),
+    "unsloth-interval2+attention": lambda _: Schedule(Backend.UNSLOTH, 2, offload_attention=True),
+    "unsloth-ffn+attention": lambda _: Schedule(Backend.UNSLOTH_FFN, offload_attention=True),
     "mixed": _mixed,
 }
 
@@ -66,13 +73,18 @@ def _check(name: str, schedule_name: str, autocast: bool) -> None:
     case, plain = _case(name), _plain(name, autocast)
     structure = discover(case.model)
     schedule = SCHEDULES[schedule_name](structure)
-    units = resolve(schedule, structure).units
+    resolution = resolve(schedule, structure)
+    units = resolution.units
     with apply(case.model, schedule) as handle:
         assert_same(step(case.model, case.inputs(case.size), autocast), plain)
     counters = handle.counters
     assert counters.checkpoint_calls == counters.units_recomputed == len(units)
     assert counters.blocks_checkpointed == counters.blocks_recomputed == sum(len(u.modules) for u in units)
-    assert (counters.bytes_offloaded > 0) == any(u.offload_inputs for u in units)
+    attention = resolution.offloaded_attention
+    assert (counters.bytes_offloaded > 0) == (any(u.offload_inputs for u in units) or bool(attention))
+    assert counters.attention_calls == len(attention)
+    whole = {name for u in units for name in u.modules}
+    assert counters.attention_skipped == sum(any(a.startswith(f"{name}.") for name in whole) for a in attention)
     assert counters.bytes_fetched == counters.bytes_offloaded
     assert counters.host_bytes == 0
     assert not any("of its own:" in note for note in handle.notes)

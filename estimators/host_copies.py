@@ -1,0 +1,163 @@
+"""What our runtime copies to the host: checkpoint inputs and what attention keeps for backward, each storage once.
+
+Rules as in `advisor.runtime.attention`: at the end of a block, a storage that only its attention's saved tensors (and the results of
+skipped calls) hold moves; one that anything else holds stays. Positions are tape positions where not said otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from estimators.placement import Placement, unit_arguments
+from probes.tape import NEVER, Flags, Ints
+
+
+@dataclass
+class HostCopy:
+    """One storage on the host. All positions are new positions."""
+
+    storage: int
+    size: int
+    """Bytes."""
+    group: int
+    """Copies of one group come back together; groups are numbered in forward order."""
+    copied: int
+    """When it is copied out, and the original is let go."""
+    released: int
+    """When the host memory is."""
+    fetches: list[Fetch]
+    is_original: bool = True
+    """False: another group made the copy."""
+
+
+@dataclass
+class Fetch:
+    """One copy back."""
+
+    start: int
+    end: int
+    """When the device memory is let go again."""
+    group: int
+
+
+class AttentionCopies:
+    """The storages that attention offload moves, for one placement."""
+
+    def __init__(self, place: Placement) -> None:
+        self.place, tape = place, place.tape
+        self.moved: Flags = np.zeros(len(tape.saved_at), bool)
+        """Saved tensors that wait on the host."""
+        self.returned: dict[int, int] = {}
+        """Results of skipped calls: storage -> number of the call."""
+        self._result_bytes: dict[int, int] = {}
+        self.let_go: dict[int, int] = {}
+        """Storages that moved: end of the block."""
+        if place.calls:
+            self._choose()
+
+    def _choose(self) -> None:
+        p, t = self.place, self.place.tape
+        starts = np.array([c.start for c in p.calls], np.int64)
+        ends = np.array([c.end for c in p.calls], np.int64)
+        block_ends = np.array([c.block_end for c in p.calls], np.int64)
+        which = np.maximum(np.searchsorted(starts, t.saved_at, side="right") - 1, 0)
+        pending = p.attention & (t.saved_storage >= 0) & (t.saved_at < ends[which])
+        for i, call in enumerate(p.calls):
+            if call.unit < 0:
+                continue
+            for sid, size in call.results:
+                if t.birth[sid] > call.start and t.death[sid] <= call.block_end:
+                    self.returned[sid] = i
+                    self._result_bytes[sid] = self._result_bytes.get(sid, 0) + size
+        saved_until = block_ends[which]
+        sids = t.saved_storage[pending]
+        if not len(sids) and not self.returned:
+            return
+        stays = self._held_elsewhere(pending, sids, saved_until[pending])
+        chosen = np.flatnonzero(pending)[~stays]
+        self.moved[chosen] = True
+        for i in chosen:
+            self.let_go[int(t.saved_storage[i])] = int(saved_until[i])
+        for sid, i in self.returned.items():
+            self.let_go.setdefault(sid, p.calls[i].block_end)
+
+    def _held_elsewhere(self, pending: Flags, sids: Ints, at: Ints) -> Flags:
+        """For saved tensors on storages `sids`: whether something else holds the storage at a position."""
+        p, t = self.place, self.place.tape
+        held: Flags = t.death[sids] > at
+        others = ~pending & (p.saved_unit < 0) & (t.saved_storage >= 0)
+        first = np.full(len(t.size), NEVER, np.int64)
+        last = np.full(len(t.size), -1, np.int64)
+        np.minimum.at(first, t.saved_storage[others], t.saved_at[others])
+        np.maximum.at(last, t.saved_storage[others], t.released_at[others])
+        for u, unit in enumerate(p.units):
+            if p.finish_[u] >= 0 and not unit.offload_inputs:
+                start = t.calls[unit.modules[0]].start
+                for sid, _, _ in unit_arguments(t, unit):
+                    first[sid] = min(first[sid], start)
+                    last[sid] = max(last[sid], int(p.finish_[u]))
+        return held | ((first[sids] <= at) & (last[sids] > at))
+
+    def copies(self) -> list[HostCopy]:
+        """One entry a storage."""
+        p, t = self.place, self.place.tape
+        by_storage: dict[int, list[int]] = {sid: [] for sid in self.let_go}
+        for i in np.flatnonzero(self.moved):
+            by_storage[int(t.saved_storage[i])].append(int(i))
+        downstream: dict[int, int] = {}
+        for i in np.flatnonzero(np.isin(t.saved_storage, list(self.returned)) & (p.saved_unit >= 0)):
+            sid = int(t.saved_storage[i])
+            downstream[sid] = max(downstream.get(sid, 0), int(t.released_at[i]))
+        return [self._copy(sid, saves, downstream.get(sid, 0)) for sid, saves in by_storage.items()]
+
+    def _copy(self, sid: int, saves: list[int], downstream: int) -> HostCopy:
+        p, t = self.place, self.place.tape
+        end = self.let_go[sid]
+        size = int(t.size[sid])
+        released = max((int(t.released_at[i]) for i in saves), default=0)
+        asked = min((int(t.unpacked_at[i]) for i in saves), default=int(NEVER))
+        until = _new(p, released)
+        start = _new(p, asked) if asked < NEVER else None
+        host = released
+        if sid in self.returned:
+            call = p.calls[self.returned[sid]]
+            host = max(released, int(p.finish_[call.unit]))
+            if p.replayed_[call.unit] and p.stop_[call.unit] > call.end:
+                start = p.replay_of(call.unit, call.end)
+                until = max(until, p.replay_of(call.unit, int(t.death[sid])), _new(p, downstream), start + 1)
+        size = min(size, sum(int(t.saved_bytes[i]) for i in saves) + self._result_bytes.get(sid, 0))
+        fetches = [] if start is None else [Fetch(start, until, end)]
+        return HostCopy(sid, size, end, _new(p, end), _new(p, host), fetches)
+
+
+def _new(place: Placement, position: int) -> int:
+    return int(place.new(np.array([position], np.int64))[0])
+
+
+def run_ahead(copies: Sequence[HostCopy]) -> None:
+    """Adjusts for a device whose copies run beside the computation: a source lives until the next group's are copied, and a group
+    comes back when backward asks for the group behind it."""
+    groups = sorted({c.group for c in copies})
+    left = {c.group: c.copied for c in copies}
+    asked: dict[int, int] = {}
+    for c in copies:
+        for f in c.fetches:
+            asked[f.group] = min(asked.get(f.group, int(NEVER)), f.start)
+    first_asked = min(asked.values(), default=0)
+    following = dict(itertools.pairwise(groups))
+    for c in copies:
+        behind = following.get(c.group)
+        if c.is_original:
+            c.copied = max(c.copied, left[behind] if behind is not None else first_asked)
+    order = sorted(asked)
+    ahead = dict(itertools.pairwise(order))
+    for c in copies:
+        for f in c.fetches:
+            start = asked[f.group]
+            if f.group in ahead:
+                start = min(start, asked[ahead[f.group]])
+            f.start = min(f.start, start)
