@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from decision_rules.ladder import Choice, Objective, choose
+from decision_rules.optimum import optimum
 from decision_rules.support import Executor, Verdict, candidates, check, semantics
 from estimators import calibration, devices
 from estimators.devices import Device, DeviceKind
@@ -76,11 +77,11 @@ class Plan:
         return self.choice.chosen.schedule
 
     @property
-    def export(self) -> dict[str, Any]:
-        """The trainer's JSON keys for the recommended schedule."""
+    def export(self) -> dict[str, Any] | None:
+        """The trainer's JSON keys for the recommended schedule; None: it is a per-block schedule, which they cannot express."""
         from advisor.exporters import simpletuner
 
-        return simpletuner(self.schedule)
+        return simpletuner(self.schedule) if self.schedule.actions is None else None
 
     def to_json(self) -> dict[str, Any]:
         """The answer in the product's JSON contract."""
@@ -310,7 +311,16 @@ class Session:
                 continue
             found = estimator.estimate(verdict.effective, notes=verdict.notes)
             estimates.append(dataclasses.replace(found, schedule=schedule))
+        found_reasons: tuple[str, ...] = ()
+        if objective is Objective.OPTIMUM and schedules is None:
+            if executor is Executor.BUNDLED:
+                best, found_reasons = optimum(estimator, profile.structure)
+                if best is not None:
+                    estimates.append(best)
+            else:
+                found_reasons = (f"{executor} has no per-block schedules: the fastest of those that it has",)
         save()
+        choice = choose(estimates, objective, estimator.capacity)
         notes = [*workload.family.notes, *warnings, *profile.notes]
         own, trouble = calibration.current()
         if trouble is not None:
@@ -329,7 +339,7 @@ class Session:
             profile_source=profile.source,
             structure=profile.structure,
             schedules=tuple(estimates),
-            choice=choose(estimates, objective, estimator.capacity),
+            choice=dataclasses.replace(choice, reasons=(*choice.reasons, *found_reasons)),
             warnings=tuple(dict.fromkeys(notes)),
             versions=profile.versions,
         )
@@ -374,7 +384,7 @@ def plan(
         model_config: TOML or JSON file with the constructor arguments (and inputs) of `model_class`.
         gpu: a card's name; or `vram_gib`: its memory. Neither: the GPU of this machine.
         executor: bundled, simpletuner or diffusers.
-        objective: ladder, fastest or smallest.
+        objective: ladder, fastest, smallest or optimum.
         headroom_gib: memory to leave free on the device.
         host_ram_gib: memory that offloading may use on the host.
         schedules: only these; default: all that the executor supports for the model.

@@ -407,6 +407,10 @@ def _write(answer: Plan, files: Mapping[str, Path]) -> None:
         for option, path in files.items():
             is_new = not path.exists()
             if option == "export":
+                if answer.export is None:
+                    raise WorkloadError(
+                        "--export: the trainer's keys cannot express a decision for every block; use --plan FILE and apply()"
+                    )
                 store.atomic_write(path, (json.dumps(answer.export, indent=2) + "\n").encode())
             else:
                 answer.save(path)

@@ -32,7 +32,7 @@ from probes.workload import (
 if TYPE_CHECKING:
     from estimators.devices import Device
 
-OBJECTIVES = ("ladder", "fastest", "smallest")
+OBJECTIVES = ("ladder", "fastest", "smallest", "optimum")
 MAX_GIB = 65536.0
 
 NUMBERS = (
@@ -282,7 +282,7 @@ ObjectiveName = Annotated[
         "--objective",
         panel=EXECUTION,
         metavar="KIND",
-        text="Choose by: ladder (the first rung that fits, then its fastest form), fastest, smallest. Default: ladder.",
+        text="Choose by: ladder (the first rung that fits, then its fastest form), fastest, smallest, optimum (fastest with a decision for every block). Default: ladder.",
     ),
 ]
 Gpu = Annotated[

@@ -204,8 +204,13 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True) -> None:
         )
         console.print(_bullets(plan.choice.reasons))
         console.print()
-        console.print("Trainer's JSON:")
-        console.print(json.dumps(plan.export, indent=2), soft_wrap=True)
+        if plan.export is None:
+            console.print(
+                "No trainer's JSON: it cannot express a decision for every block. --plan FILE keeps it for apply()."
+            )
+        else:
+            console.print("Trainer's JSON:")
+            console.print(json.dumps(plan.export, indent=2), soft_wrap=True)
     console.print()
     _print_table(schedule_table(plan), console)
     shown = best or min((e for e in plan.schedules if e.supported), key=lambda e: e.peak, default=None)
@@ -419,7 +424,7 @@ def executor_facts(f: Family, variant: str) -> dict[str, dict[str, str]]:
         + ", in lists whose blocks hand on their outputs unchanged; else block by block",
         "feed-forward only": f"{sides}; an interval selects every k-th block",
         "unsloth": "yes",
-        "attention offload": "not yet",
+        "attention offload": "yes: what only attention holds; recomputation skips attention",
         "per-block schedules": "yes (Schedule.per_block)",
     }
     diffusers = {
@@ -512,7 +517,7 @@ def _executors_json(f: Family, variant: str) -> dict[str, dict[str, Any]]:
 
     sides = "yes" if _has_ffn(f.of(variant)) else "no"
     return {
-        "bundled": executor(IntervalForm.SEGMENTS, True, "yes", sides, False, "bundled"),
+        "bundled": executor(IntervalForm.SEGMENTS, True, "yes", sides, True, "bundled"),
         "simpletuner": {
             **executor(row.form, row.stride, row.unsloth, str(row.ffn), row.attention_offload, "simpletuner"),
             "checkpoints": row.checkpoints,

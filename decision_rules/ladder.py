@@ -19,6 +19,8 @@ class Objective(StrEnum):
     """The shortest predicted step of all that fit."""
     SMALLEST = "smallest"
     """The lowest predicted peak."""
+    OPTIMUM = "optimum"
+    """The shortest predicted step of all that fit, a decision for every block included (bundled runtime only)."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def choose(estimates: Sequence[Estimate], objective: Objective, capacity: int) -
     if objective is Objective.SMALLEST:
         best = min(fitting, key=lambda e: (e.peak, _key(e)))
         return Choice(best, (f"{best.schedule.name} has the lowest predicted peak, {_gib(best.peak)}",))
-    if objective is Objective.FASTEST:
+    if objective in (Objective.FASTEST, Objective.OPTIMUM):
         best = min(fitting, key=_key)
         return Choice(
             best, (f"{best.schedule.name} is the fastest of {len(fitting)} schedules that fit, {_seconds(best)}",)

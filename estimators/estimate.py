@@ -113,6 +113,15 @@ class Estimate:
         }
 
 
+@dataclass(frozen=True)
+class Measure:
+    """What a replay alone tells. Bytes and seconds."""
+
+    peak: int
+    host: int
+    step_seconds: float | None
+
+
 class Estimator:
     """Estimates many schedules of one profile on one device.
 
@@ -185,6 +194,20 @@ class Estimator:
         """Bytes that the allocator may reserve."""
         return self.device.usable_bytes - self.device.context_bytes - self.headroom
 
+    def measure(self, schedule: Schedule) -> Measure:
+        """Peak and step time alone: a replay, without the allocator's simulation.
+
+        Raises:
+            ScheduleError: the schedule does not suit the model's structure.
+        """
+        memory = self.replay.run(self.semantics.resolve(schedule, self.profile), self.resident)
+        time = self._time(memory)
+        return Measure(memory.peak, memory.host_peak, None if time is None else time.total)
+
+    def _time(self, memory: Memory) -> StepTime | None:
+        beside = self.semantics.offloading is Offloading.BUNDLED and not self.on_cpu
+        return self.clock.step(memory, copies_out_overlap=self.semantics.copies_out_overlap, copies_beside=beside)
+
     def estimate(self, schedule: Schedule, *, notes: tuple[str, ...] = ()) -> Estimate:
         """Peak, step time and fit of one schedule.
 
@@ -193,8 +216,7 @@ class Estimator:
         """
         resolution = self.semantics.resolve(schedule, self.profile)
         memory = self.replay.run(resolution, self.resident)
-        beside = self.semantics.offloading is Offloading.BUNDLED and not self.on_cpu
-        time = self.clock.step(memory, copies_out_overlap=self.semantics.copies_out_overlap, copies_beside=beside)
+        time = self._time(memory)
         reserved, fits, more = self._reserved(schedule, resolution, memory)
         low, high = self.bands.peak(memory.peak)
         probability = self.bands.fits(memory.peak, self.capacity)

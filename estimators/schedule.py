@@ -44,6 +44,38 @@ class Action(StrEnum):
     RECOMPUTE_FFN = "recompute-ffn"
     RECOMPUTE_OFFLOAD = "recompute+offload"
     RECOMPUTE_FFN_OFFLOAD = "recompute-ffn+offload"
+    KEEP_ATTENTION_ON_HOST = "keep+offload-attention"
+    RECOMPUTE_ATTENTION_ON_HOST = "recompute+offload-attention"
+    RECOMPUTE_FFN_ATTENTION_ON_HOST = "recompute-ffn+offload-attention"
+    RECOMPUTE_OFFLOAD_ATTENTION_ON_HOST = "recompute+offload+offload-attention"
+    RECOMPUTE_FFN_OFFLOAD_ATTENTION_ON_HOST = "recompute-ffn+offload+offload-attention"
+
+    @property
+    def parts(self) -> list[str]:
+        return self.value.split("+")
+
+    @property
+    def recomputes_block(self) -> bool:
+        return self.parts[0] == "recompute"
+
+    @property
+    def recomputes_feed_forward(self) -> bool:
+        """Only the feed-forward side."""
+        return self.parts[0] == "recompute-ffn"
+
+    @property
+    def offloads_inputs(self) -> bool:
+        return "offload" in self.parts
+
+    @property
+    def offloads_attention(self) -> bool:
+        return "offload-attention" in self.parts
+
+    def suits(self, block: Block) -> bool:
+        """Whether the block has the parts that the action names."""
+        return (bool(block.feed_forward) or not self.recomputes_feed_forward) and (
+            bool(block.attention) or not self.offloads_attention
+        )
 
 
 class IntervalForm(StrEnum):
@@ -200,7 +232,10 @@ class Schedule:
     def name(self) -> str:
         """Short name for tables, e.g. ``torch interval=2 stride=4``."""
         if self.actions is not None:
-            return f"per block ({sum(a is not Action.KEEP for a in self.actions)} of {len(self.actions)} recomputed)"
+            recomputed = sum(a.recomputes_block or a.recomputes_feed_forward for a in self.actions)
+            attention = sum(a.offloads_attention for a in self.actions)
+            more = f", attention of {attention} offloaded" if attention else ""
+            return f"per block ({recomputed} of {len(self.actions)} recomputed{more})"
         parts = [self.backend.value]
         if self.interval is not None:
             parts.append(f"interval={self.interval}")
@@ -306,13 +341,14 @@ def resolve(
                 f"a per-block schedule needs one action for each of the model's {len(blocks)} blocks, got {len(schedule.actions)}"
             )
         for block, action in zip(blocks, schedule.actions, strict=True):
-            offload = action in (Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_FFN_OFFLOAD)
-            if action in (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOAD):
-                units.append(Unit((block.name,), offload))
+            if action.recomputes_block:
+                units.append(Unit((block.name,), action.offloads_inputs))
                 recomputed.append(block.name)
-            elif action is not Action.KEEP and not feed_forward(block, offload):
+            elif action.recomputes_feed_forward and not feed_forward(block, action.offloads_inputs):
                 raise ScheduleError(f"block {block.name} ({block.kind}) has no separate feed-forward side to recompute")
-        return done([])
+            if action.offloads_attention and not block.attention:
+                raise ScheduleError(f"block {block.name} ({block.kind}) has no attention submodule to offload")
+        return done([b for b, a in zip(blocks, schedule.actions, strict=True) if a.offloads_attention])
 
     offload = schedule.backend.offloads_inputs
     if schedule.backend.feed_forward_only:

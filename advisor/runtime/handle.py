@@ -14,7 +14,7 @@ from advisor.runtime.attention import Region
 from advisor.runtime.counters import Counters, RuntimeRefused
 from advisor.runtime.offload import Engine
 from advisor.runtime.units import Member, RunningUnit
-from estimators.schedule import Action, Backend, Schedule, resolve
+from estimators.schedule import Backend, Schedule, resolve
 from probes.discover import discover
 from probes.structure import Structure
 
@@ -208,9 +208,9 @@ def apply(
     if structure is None:
         structure = getattr(schedule_or_plan, "structure", None) or discover(model)
     resolution = resolve(schedule, structure)
-    wanted = schedule.backend is not Backend.NONE or any(a is not Action.KEEP for a in schedule.actions or ())
+    wanted = schedule.backend is not Backend.NONE
     attention = _attention(resolution.offloaded_attention, structure)
-    if schedule.offload_attention and not attention:
+    if schedule.offload_attention and not attention and schedule.actions is None:
         raise RuntimeRefused(
             f"no block of {type(model).__name__} has an attention submodule; leave gradient_checkpointing_offload_attention off"
         )

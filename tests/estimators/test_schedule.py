@@ -419,5 +419,9 @@ def test_both_meanings_of_interval_and_stride_recompute_the_same_blocks(schedule
 def test_a_per_block_schedule_recomputes_exactly_the_blocks_that_it_does_not_keep(actions: list[Action]) -> None:
     structure = Structure((chain(len(actions)),))
     resolution = resolve(Schedule.per_block(actions), structure)
-    assert list(resolution.recomputed_blocks) == [f"blocks.{i}" for i, a in enumerate(actions) if a is not Action.KEEP]
-    assert [u.offload_inputs for u in resolution.units] == ["offload" in a for a in actions if a is not Action.KEEP]
+    recomputed = [(i, a) for i, a in enumerate(actions) if a.value.startswith("recompute")]
+    assert list(resolution.recomputed_blocks) == [f"blocks.{i}" for i, _ in recomputed]
+    assert [u.offload_inputs for u in resolution.units] == ["offload" in a.value.split("+") for _, a in recomputed]
+    attending = [i for i, a in enumerate(actions) if a.value.endswith("offload-attention")]
+    assert list(resolution.offloaded_attention) == [f"blocks.{i}.attn" for i in attending]
+    assert list(resolution.attention_blocks) == [f"blocks.{i}" for i in attending]

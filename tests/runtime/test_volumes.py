@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ import torch
 from advisor.runtime import apply, remove
 from estimators import devices
 from estimators.estimate import Estimator, Semantics
-from estimators.schedule import Backend, Schedule
+from estimators.schedule import Action, Backend, Schedule
 from probes.build import Job, real_job
 from probes.profile import Profile
 from probes.step import forward_loss
@@ -56,6 +57,17 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
 def test_counted_volumes_are_the_assumed_ones(case: Case, schedule: Schedule) -> None:
+    _check(case, schedule)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_counted_volumes_of_per_block_schedules_are_the_assumed_ones(case: Case, seed: int) -> None:
+    draw = random.Random(seed)
+    blocks = case.profile.structure.blocks
+    _check(case, Schedule.per_block([draw.choice([a for a in Action if a.suits(b)]) for b in blocks]))
+
+
+def _check(case: Case, schedule: Schedule) -> None:
     resolution = case.estimator.semantics.resolve(schedule, case.profile)
     memory = case.estimator.replay.run(resolution, case.estimator.resident)
     with apply(case.job.model, schedule, structure=case.profile.structure) as handle:
