@@ -118,6 +118,7 @@ class Handle:
         model: nn.Module,
         groups: list[tuple[list[tuple[str, nn.Module]], bool]],
         attention: Mapping[str, tuple[str, ...]],
+        check_values: bool,
     ) -> None:
         engine = self._engine
         regions = {name: Region(name, engine, self._note) for name in attention}
@@ -134,7 +135,7 @@ class Handle:
                 self._patches.append(patch)
         units = []
         for named, offload in groups:
-            unit = RunningUnit(self.counters, self._note, engine if offload else None)
+            unit = RunningUnit(self.counters, self._note, engine if offload else None, check_values=check_values)
             call = torch.compiler.disable(unit.call)
             for index, (name, module) in enumerate(named):
                 patch = _Patch(self, module)
@@ -179,6 +180,7 @@ def apply(
     *,
     structure: Structure | None = None,
     pinned_bytes: int | None = None,
+    check_values: bool = False,
 ) -> Handle:
     """Makes `model` run `schedule_or_plan` from its next forward pass on.
 
@@ -193,6 +195,8 @@ def apply(
         structure: the model's chains; default: the plan's, else discovered from the module tree.
         pinned_bytes: page-locked host memory that offloading may hold for each GPU; default: half of the machine's memory. What
             does not fit goes to pageable memory, which is slower.
+        check_values: to find faults: compare what every replayed block returns with what it returned in forward (which is kept for
+            that), and raise `RuntimeRefused` where they differ. PyTorch itself compares shapes only.
 
     Raises:
         RuntimeRefused: the model has its own checkpointing on, is sharded, or has nothing that the schedule could recompute;
@@ -232,7 +236,7 @@ def apply(
     groups = _without_repeats(groups, handle)
     _note_compiled(model, [module for named, _ in groups for _, module in named], handle)
     remove(model)
-    handle._put_on(root, groups, attention)
+    handle._put_on(root, groups, attention, check_values)
     return handle
 
 

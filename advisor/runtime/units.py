@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from advisor.runtime.arguments import Layout, flatten, tensors, version
 from advisor.runtime.attention import Records, Region
@@ -114,9 +114,17 @@ class _Call:
     """None for the first call, whose random state the checkpoint restores."""
     records: Records | None = None
     """What the attention inside did, if a replay does not run it."""
+    values: list[torch.Tensor] | None = None
+    """What the call returned, where replays are compared with it."""
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call in forward."""
+        result = self._run(args, kwargs)
+        if self.values is not None:
+            self.values.extend(t.detach().clone() for t in tensors(result))
+        return result
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.member.region is None or self.records is None:
             return self.member.forward(*args, **kwargs)
         with self.member.region.first(self.records):
@@ -136,9 +144,21 @@ class _Call:
         if self.random is not None:
             self.random.restore()
         if self.member.region is None or self.records is None:
-            return self.member.forward(*args, **kwargs)
-        with self.member.region.again(self.records):
-            return self.member.forward(*args, **kwargs)
+            result = self.member.forward(*args, **kwargs)
+        else:
+            with self.member.region.again(self.records):
+                result = self.member.forward(*args, **kwargs)
+        if self.values is not None:
+            self._compare(tensors(result))
+        return result
+
+    def _compare(self, found: Sequence[torch.Tensor]) -> None:
+        assert self.values is not None
+        if len(found) != len(self.values) or not all(map(_same_values, found, self.values)):
+            raise RuntimeRefused(
+                f"{self.member.name} returns other values when it is replayed: it depends on something that changed since "
+                "forward (an adapter switched, a cache, a counter, routing with ties); leave it out with a per-block schedule"
+            )
 
 
 class _Tape:
@@ -213,6 +233,8 @@ class RunningUnit:
     engine: Engine | None
     """Where the checkpoint's inputs go; None: they stay on the device."""
     members: list[Member] = field(default_factory=list)
+    check_values: bool = False
+    """Compare what a replay returns with what forward returned; to find faults, costs memory."""
     starts: set[int] = field(default_factory=set)
     """Positions that were found not to be joinable and always open a checkpoint of their own."""
     _open: _Open | None = None
@@ -238,7 +260,8 @@ class RunningUnit:
             sources = opened.match(leaves, autocast)
             if not isinstance(sources, str):
                 random = RandomState(arguments)
-                call = _Call(member, layout, sources, member.module.training, random, _records(member))
+                values: list[torch.Tensor] | None = [] if self.check_values else None
+                call = _Call(member, layout, sources, member.module.training, random, _records(member), values)
                 return self._join(opened, index, call, args, kwargs)
             self.starts.add(index)
             self.note(f"{member.name} starts a checkpoint of its own: {sources}")
@@ -260,10 +283,14 @@ class RunningUnit:
             _Input(position[id(leaf)]) if id(leaf) in position else _Value(leaf) for leaf in leaves
         )
         spans = self._may_go_on(index)
-        first = _Call(member, layout, sources, member.module.training, None, _records(member))
+        values: list[torch.Tensor] | None = [] if self.check_values else None
+        first = _Call(member, layout, sources, member.module.training, None, _records(member), values)
         tape = _Tape(first, (args, kwargs), spans, self.counters)
         seen = _Seen(list(inputs.values()))
-        with self.engine.saving() if self.engine is not None else contextlib.nullcontext():
+        with (
+            self.engine.saving() if self.engine is not None else contextlib.nullcontext(),
+            set_checkpoint_early_stop(False) if self.check_values else contextlib.nullcontext(),
+        ):
             result = checkpoint(tape, *inputs.values(), use_reentrant=False)
         self.counters.checkpoint_calls += 1
         self.counters.blocks_checkpointed += 1
@@ -293,6 +320,10 @@ class RunningUnit:
                 f"{member.name} changes one of its inputs in place and so cannot be recomputed; "
                 "leave it out with a per-block schedule ('keep' for this block)"
             )
+
+
+def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _records(member: Member) -> Records | None:
