@@ -143,12 +143,12 @@ class Load:
     from_host: int
     copies_out_overlap: bool
     trained_elements: int
-    copy_groups: int
-    """Copies back come in so many groups."""
-    copies_beside: bool
-    """Copies in both directions run beside the computation, back one group early."""
     streamed: int
     """Bytes of weights that every pass brings in from the host."""
+    copy_groups: int = 1
+    """Copies back come in so many groups."""
+    copies_beside: bool = False
+    """Copies in both directions run beside the computation, back one group early."""
 
     def joined(self, once: float, recompute: float, forward: float, device: Device, r: Rates) -> StepTime:
         """The step's time from the GPU time of its kernels, all run `once`, and of what runs again.
@@ -248,9 +248,7 @@ class Clock:
             streamed=self.profile.host_weight_bytes,
         )
 
-    def step(
-        self, memory: Memory, *, copies_out_overlap: bool = False, copies_beside: bool = False
-    ) -> StepTime | None:
+    def step(self, memory: Memory, *, copies_out_overlap: bool = False, copies_beside: bool = False) -> StepTime | None:
         """Time of one step under the schedule that `memory` was simulated for. None: the device's rates are not known.
 
         Args:
