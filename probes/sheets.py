@@ -213,7 +213,7 @@ TABLES: dict[str, Check] = {
     "pixels": _of(
         {
             "vae_factor": _whole(1, 1024), "patch": _whole(1, 1024), "temporal_factor": _whole(1, 1024),
-            "first_frames": _whole(1, 4096), "max_side": _whole(1), "max_pixels": _whole(1), "max_frames": _whole(1),
+            "first_frames": _whole(1, 4096), "min_side": _whole(1), "max_side": _whole(1), "max_pixels": _whole(1), "max_frames": _whole(1),
             "default_resolution": _size, "default_frames": _whole(1, 4096),
         }
     ),
