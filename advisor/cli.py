@@ -659,6 +659,155 @@ def verify(
     raise typer.Exit(DONE if found.within_band else 1)
 
 
+@app.command("max", cls=_Command)
+def largest_that_fits(
+    ctx: typer.Context,
+    vary: Annotated[
+        str, typer.Option("--vary", metavar="WHAT", help="What to make larger: batch, frames, resolution or rank.")
+    ] = "batch",
+    model: options.Model = None,
+    variant: options.VariantName = None,
+    model_class: options.ModelClass = None,
+    model_config: options.ModelConfig = None,
+    revision: options.Revision = None,
+    resolution: options.Resolution = None,
+    frames: options.Frames = None,
+    seconds: options.Seconds = None,
+    references: options.References = None,
+    batch: options.Batch = None,
+    cfg_batch: options.CfgBatch = False,
+    caption_tokens: options.CaptionTokens = None,
+    text_padding: options.TextPadding = None,
+    adapter: options.Adapter = None,
+    rank: options.Rank = None,
+    alpha: options.Alpha = None,
+    lora_targets: options.LoraTargets = None,
+    lora_dropout: options.LoraDropout = None,
+    lokr_factor: options.LokrFactor = None,
+    lokr_full_matrix: options.LokrFullMatrix = False,
+    precision: options.Precision = None,
+    optimizer: options.Optimizer = None,
+    attention: options.Attention = None,
+    fuse_qkv: options.FuseQkv = False,
+    compile: options.Compile = None,
+    weights_offload: options.WeightsOffload = None,
+    gpu: options.Gpu = None,
+    vram: options.Vram = None,
+    headroom: options.Headroom = None,
+    host_ram: options.HostRam = None,
+    executor: options.ExecutorName = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Finds the largest batch, frame count, resolution or rank that fits a card, and what it costs.
+
+    The search starts at the given value (or the model's default) and traces a handful of jobs. Exit status: 0 found, 1 not
+    even the smallest value fits, 2 bad usage.
+    """
+    _check_model(model, model_class, model_config)
+    from advisor import largest
+    from advisor.api import Session
+    from advisor.present import detect_gpu
+    from decision_rules.support import Executor
+
+    options.choice("vary", vary, largest.VARIED)
+    request = options.request(ctx.params)
+    workload = options.workload(request)
+    chosen = Executor(options.choice("executor", executor or "bundled", EXECUTORS))
+    free = options.gib("headroom", options.number(headroom or "0"))
+    host = None if host_ram is None else options.gib("host-ram", options.number(host_ram))
+    card = options.device(gpu, None if vram is None else options.number(vram), detect_gpu)
+    if card is None:
+        raise WorkloadError("advise max needs a card to fill and this machine has no GPU; give --gpu or --vram")
+    options.check_headroom(free, card)
+    session = Session()
+    device = card
+
+    def plan_for(job: Workload) -> Plan:
+        return session.plan(job, device, chosen, headroom=free, host_ram=host)
+
+    with _telling() as tell:
+        found = largest.search(request, vary, plan_for, tell)
+    for line in options.without_effect(request, workload):
+        _say(f"advise: warning: {line}")
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        from advisor import reports
+
+        sys.stdout.write(reports.render(lambda console: reports.draw_largest(found, console)))
+    raise typer.Exit(DONE if found.best is not None else NOTHING_FITS)
+
+
+@app.command("import", cls=_Command)
+def import_config(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A SimpleTuner config.json.", show_default=False)],
+    gpu: options.Gpu = None,
+    vram: options.Vram = None,
+    headroom: options.Headroom = None,
+    objective: options.ObjectiveName = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="Write the configuration with the recommended keys. Default: only say them.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Reads a trainer's configuration: what it needs on a card, and which checkpointing keys would be better.
+
+    Exit status: 0 something fits, 1 nothing fits, 2 bad usage.
+    """
+    from pathlib import Path
+
+    from advisor import importing
+    from advisor.present import detect_gpu
+    from decision_rules.ladder import Objective
+    from decision_rules.support import Executor, candidates
+
+    path = None if output is None else options.output_file("output", output)
+    free = options.gib("headroom", options.number(headroom or "0"))
+    aim = Objective(options.choice("objective", objective or "ladder", options.OBJECTIVES))
+    read = importing.read(Path(config).expanduser())
+    workload = options.workload(dict(read.request))
+    card = options.device(gpu, None if vram is None else options.number(vram), detect_gpu)
+    if card is None:
+        raise WorkloadError("advise import needs a card to plan for and this machine has no GPU; give --gpu or --vram")
+    options.check_headroom(free, card)
+    session = _session(workload)
+    answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free)
+    if all(e.schedule != read.schedule for e in answer.schedules):
+        wanted = [read.schedule, *candidates(Executor.SIMPLETUNER, workload.model, answer.structure)]
+        answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free, schedules=wanted)
+    own = next(e for e in answer.schedules if e.schedule == read.schedule)
+    fits = answer.recommended is not None
+    if path is not None and fits:
+        from probes import store
+
+        store.atomic_write(path, (json.dumps(read.patched(answer.export or {}), indent=2) + "\n").encode())
+    if as_json:
+        content = answer.to_json()
+        content["warnings"] += list(read.notes)
+        content["imported"] = {"request": dict(read.request), "schedule": own.to_json()}
+        if fits:
+            content["patched"] = read.patched(answer.export or {})
+        _print_json(content)
+    else:
+        from advisor import reports
+
+        def draw(console: Any) -> None:
+            reports.draw_imported(read, own, answer, console)
+            if path is not None and fits:
+                reports.draw_written({"output": path}, console)
+
+        sys.stdout.write(reports.render(draw))
+    if path is not None and not fits:
+        _say("advise: nothing fits, so --output was not written")
+    raise typer.Exit(DONE if fits else NOTHING_FITS)
+
+
 @app.command(cls=_Command)
 def calibrate(
     receipts: Annotated[

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -25,6 +25,10 @@ from estimators.schedule import Backend, IntervalForm, Schedule
 from probes.catalogue import Family
 from probes.profile import Profile
 from probes.workload import Workload
+
+if TYPE_CHECKING:
+    from advisor.importing import Imported
+    from advisor.largest import Largest
 
 LEAST_WIDTH = 80
 PIPED_WIDTH = 100
@@ -718,6 +722,95 @@ def draw_lines(lines: Iterable[RenderableType], console: Console) -> None:
     """Text as it is."""
     for line in lines:
         console.print(line)
+
+
+def draw_largest(found: Largest, console: Console) -> None:
+    """A search: every value tried, and the largest that fits."""
+    for line in workload_lines((found.best or found.tried[0]).plan.workload):
+        console.print(line)
+    console.print(_device_line(found.tried[0].plan))
+    console.print()
+    table = _table(
+        (f"\n{found.vary}", "right"),
+        ("\nrecommended", "left"),
+        ("peak\nGiB", "right"),
+        ("\n95% band", "right"),
+        ("device\nGiB", "right"),
+        ("\ns/step", "right"),
+        ("\nfits", "left"),
+    )
+    for tried in found.tried:
+        e = tried.plan.recommended
+        mark = "*" if found.best is tried else ""
+        if e is None:
+            smallest = min((s for s in tried.plan.schedules if s.supported), key=lambda s: s.peak, default=None)
+            peak = "-" if smallest is None else f">{smallest.peak / GIB:.1f}"
+            table.add_row(tried.value, "nothing fits", peak, "", "", "", "no")
+            continue
+        seconds = "-" if e.step_seconds is None else f"{e.step_seconds:.3g}"
+        table.add_row(
+            tried.value + mark,
+            e.schedule.name,
+            f"{e.peak / GIB:.1f}",
+            gib_band(e),
+            f"{e.device / GIB:.1f}",
+            seconds,
+            fit_word(e),
+        )
+    _print_table(table, console)
+    console.print()
+    if found.best is None:
+        console.print(
+            f"Not even {found.vary} {found.tried[0].value} fits; advise with the same options says what would help."
+        )
+        return
+    e = found.best.plan.recommended
+    assert e is not None
+    console.print(f"The largest {found.vary} that fits is {found.best.value}, with {e.schedule.name}.")
+    if found.limit is not None:
+        console.print(f"More was not tried: {found.limit}.")
+    if fit_word(e) == "tight":
+        console.print("It is a tight fit: the upper end of the band does not fit. --headroom keeps memory free.")
+
+
+def draw_imported(read: Imported, own: Estimate, answer: Plan, console: Console) -> None:
+    """A trainer's configuration: its own schedule, the recommended one, and the keys that differ."""
+    for line in workload_lines(answer.workload):
+        console.print(line)
+    console.print(_device_line(answer))
+    console.print()
+    best = answer.recommended
+    table = _table(
+        ("", "left"),
+        ("schedule", "left"),
+        ("peak GiB", "right"),
+        ("95% band", "right"),
+        ("s/step", "right"),
+        ("fits", "left"),
+    )
+    for name, e in (("configured", own), ("recommended", best)):
+        if e is None:
+            table.add_row(name, "nothing fits", "", "", "", "no")
+            continue
+        seconds = "-" if e.step_seconds is None else f"{e.step_seconds:.3g}"
+        if e.supported:
+            table.add_row(name, e.schedule.name, f"{e.peak / GIB:.1f}", gib_band(e), seconds, fit_word(e))
+        else:
+            table.add_row(name, e.schedule.name, "-", "", "", "unsupported")
+    _print_table(table, console)
+    console.print()
+    lines = [f"{own.schedule.name}: {own.reason}"] if own.reason else []
+    lines += list(answer.choice.reasons)
+    console.print(_bullets(lines))
+    if best is not None:
+        changed = read.changes(answer.export or {})
+        console.print("Keys to change:" if changed else "Its checkpointing keys are the recommended ones already.")
+        for line in changed:
+            console.print(f"  {line}")
+    notes = [*read.notes, *answer.warnings]
+    if notes:
+        console.print("Notes:")
+        console.print(_bullets(notes))
 
 
 def draw_run(result: Mapping[str, Any], console: Console) -> None:

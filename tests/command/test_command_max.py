@@ -1,0 +1,113 @@
+"""advise max: the search itself on made-up answers, and the command on a real model."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from advisor import largest
+from probes.workload import Workload, WorkloadError, from_request
+
+SMALL = {"model": "sd3", "resolution": "512x512"}
+
+
+def plans(most: float) -> Any:
+    """Answers by a made-up memory: fits as long as batch x frames x megapixels x rank stays below `most`; and what was asked."""
+    asked: list[Workload] = []
+
+    def plan_for(w: Workload) -> Any:
+        asked.append(w)
+        size = w.batch * w.frames * (w.width * w.height / 2**18) * w.rank
+        peak = SimpleNamespace(supported=True, peak=int(size * 1000))
+        return SimpleNamespace(
+            recommended=object() if size <= most else None,
+            schedules=[peak],
+            device=SimpleNamespace(usable_bytes=int(most * 1000), context_bytes=0),
+        )
+
+    return plan_for, asked
+
+
+@pytest.mark.parametrize("most", [16, 17, 100, 1000, 16 * 93.5, 16 * 4095, 16 * 4096, 10**9])
+def test_the_largest_batch_is_exact(most: float) -> None:
+    plan_for, asked = plans(most)
+    found = largest.search(SMALL, "batch", plan_for)
+    expected = min(int(most // 16), 4096)
+    assert found.best is not None
+    assert found.best.value == str(expected)
+    assert len(asked) <= largest.MOST_TRIED
+    assert (found.limit is not None) == (expected == 4096)
+
+
+def test_it_starts_at_the_given_value_and_comes_down() -> None:
+    plan_for, asked = plans(16 * 3)
+    found = largest.search({**SMALL, "batch": 64}, "batch", plan_for)
+    assert found.best is not None
+    assert found.best.value == "3"
+    assert asked[0].batch == 64
+
+
+def test_nothing_fits() -> None:
+    plan_for, _ = plans(1)
+    found = largest.search(SMALL, "batch", plan_for)
+    assert found.best is None
+    assert found.tried[0].value == "1"
+
+
+def test_resolutions_keep_their_aspect_and_the_models_steps() -> None:
+    plan_for, asked = plans(16 * 8)
+    found = largest.search({"model": "sd3", "resolution": "768x512"}, "resolution", plan_for)
+    assert found.best is not None
+    width, height = (int(v) for v in found.best.value.split("x"))
+    assert width / height == pytest.approx(1.5, rel=0.05)
+    assert width % 16 == height % 16 == 0
+    assert width * height / 2**18 * 16 <= 16 * 8
+    bigger = [w for w in asked if w.width * w.height > width * height]
+    assert bigger
+    assert min(w.width for w in bigger) == width + 16
+
+
+def test_frames_are_those_of_the_vae() -> None:
+    plan_for, asked = plans(16 * 100)
+    found = largest.search({"model": "wan", "resolution": "512x512"}, "frames", plan_for)
+    assert found.best is not None
+    assert int(found.best.value) == 97
+    assert all(w.frames % 4 == 1 for w in asked)
+
+
+def test_ranks_are_powers_of_two() -> None:
+    plan_for, _ = plans(100)
+    found = largest.search(SMALL, "rank", plan_for)
+    assert found.best is not None
+    assert found.best.value == "64"
+
+
+@pytest.mark.parametrize(
+    ("request_", "vary", "message"),
+    [
+        (SMALL, "frames", "image model"),
+        ({**SMALL, "adapter": "full"}, "rank", "has no rank"),
+        ({"model": "ace_step"}, "resolution", "audio model"),
+    ],
+)
+def test_what_cannot_vary_is_told(request_: dict[str, Any], vary: str, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        largest.values(vary, from_request(request_))
+
+
+def test_the_command(advise: Any) -> None:
+    done = advise(
+        "max", "--model", "sd3", "--resolution", "256", "--vary", "rank", "--rank", "2048", "--gpu", "3060", "--json"
+    )
+    found = json.loads(done.out)
+    fits = [t["fits"] for t in found["tried"]]
+    assert fits == sorted(fits, reverse=True)
+    assert done.status == (0 if found["largest"] else 1)
+
+
+def test_the_command_needs_a_card(advise: Any) -> None:
+    done = advise("max", "--model", "sd3")
+    assert done.status == 2
+    assert "--gpu or --vram" in done.err
+    assert advise("max", "--model", "sd3", "--gpu", "4090", "--vary", "colour").status == 2
