@@ -190,7 +190,8 @@ def _telling() -> Iterator[Callable[[str], None]]:
 def _session(workload: Workload, *, refresh: bool = False) -> Session:
     from advisor.api import Session
 
-    size = f"one of {len(workload.buckets)} buckets" if len(workload.buckets) > 1 else workload.resolution
+    size = f"{workload.seconds} s" if workload.family.kind == "audio" else workload.resolution
+    size = f"one of {len(workload.buckets)} buckets" if len(workload.buckets) > 1 else size
     text = f"tracing {workload.model} {workload.variant} {size} (once; the profile is kept)"
     return Session(refresh=refresh, progress=lambda: _busy(text))
 

@@ -299,7 +299,7 @@ def _family(sheet: Mapping[str, Any], read: Callable[[Mapping[str, Any]], dict[s
 
 _OVERRIDES = (
     "class", "symbols", "pixels", "audio", "references", "text", "inputs", "output", "training", "lora", "regions",
-    "tracing", "reduced",
+    "tracing", "reduced", "notes",
 )  # fmt: skip
 """What a variant may say differently: tables are merged key by key. A variant with a class of its own shares no inputs,
 regions, tracing hints or reduced copy with the family."""

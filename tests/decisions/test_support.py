@@ -288,9 +288,10 @@ def test_whole_block_checkpointing_is_a_candidate_wherever_there_is_code_for_it(
 
 
 def test_diffusers_has_no_class_for_the_models_that_the_project_defines_itself() -> None:
-    own = {n for n, f in catalogue.families().items() if f.model_class.startswith("probes.models")}
-    without = {n for n in catalogue.families() if not trainer_support(n).diffusers}
-    assert without == own - {"anima"}  # its core is a class of diffusers
+    variants = [(n, v, f.of(v)) for n, f in catalogue.families().items() for v in f.variants]
+    own = {(n, v) for n, v, f in variants if f.model_class.startswith("probes.models") and n != "anima"}
+    # anima's core is a class of diffusers
+    assert {(n, v) for n, v, _ in variants if not trainer_support(n, v).diffusers} == own
     verdict = check(Executor.DIFFUSERS, "mageflow", STRUCTURE, TORCH)
     assert verdict.reason == "diffusers has no model class for mageflow; --executor bundled runs this"
 

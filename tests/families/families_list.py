@@ -56,6 +56,7 @@ FAMILIES = {
 }
 
 OTHER_VARIANTS = (
+    ("ace_step", "v1.0"),
     ("qwen_image", "v2.1"),
     ("qwen_image", "edit-v2+"),
     ("boogu_image", "v0.1-edit"),

@@ -9,6 +9,7 @@ from torch import nn
 from probes import build, thinning
 from probes.catalogue import find
 from probes.discover import discover
+from probes.models.common import rotate_pairs
 from probes.workload import from_request, reduced_copy
 
 OWN = ("anima", "boogu_image", "heartmula", "longcat_video", "mageflow", "wan_s2v", "zlab_i1")
@@ -117,3 +118,44 @@ def test_heartmula_does_not_look_ahead() -> None:
     torch.testing.assert_close(first[:, :19], first_changed[:, :19])
     torch.testing.assert_close(others[:, :18], others_changed[:, :18])
     assert not torch.equal(first[:, 20:], first_changed[:, 20:])
+
+
+def test_ace_step_1_does_not_listen_to_masked_lyrics_and_frames() -> None:
+    """What is behind a mask changes nothing in the frames that count."""
+    asked = {"model": "ace_step", "variant": "1.0", "lora_dropout": 0.0}
+    job = build.real_job(reduced_copy(from_request(asked)))
+    plain = job.inputs
+    lyrics, frames = plain["lyric_mask"].clone(), plain["attention_mask"].clone()
+    lyrics[:, 10:] = False
+    frames[:, 100:] = False
+    masked = {**plain, "lyric_mask": lyrics, "attention_mask": frames}
+    words, latents = plain["lyric_token_idx"].clone(), plain["hidden_states"].clone()
+    words[:, 20:] = 1  # beyond the reach of the encoder's convolution, which sees masked neighbours
+    with torch.no_grad():
+        first = job.model(**masked)[0]
+        other = job.model(**{**masked, "lyric_token_idx": words})[0]
+        heard = job.model(**{**plain, "lyric_token_idx": words})[0]
+        everything = job.model(**plain)[0]
+    torch.testing.assert_close(first[..., :100], other[..., :100])
+    assert not torch.allclose(everything, heard)
+    assert not torch.allclose(everything[..., :90], first[..., :90])
+    assert first.shape == latents.shape
+
+
+def test_ace_step_1_attends_linearly_as_its_quadratic_form_does() -> None:
+    """Normalised products of rectified queries and keys, written with a token-by-token score matrix."""
+    job = build.real_job(reduced_copy(from_request({"model": "ace_step", "variant": "1.0", "lora_dropout": 0.0})))
+    attention = job.model.get_submodule("transformer_blocks.0.attn")
+    x = torch.randn(2, 7, 128, generator=torch.Generator().manual_seed(0))
+    rotary = job.model._rotary(7, x.device)
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[:, 5:] = False
+    with torch.no_grad():
+        q, k, v = (
+            p(x).unflatten(-1, (4, -1)).transpose(1, 2) for p in (attention.to_q, attention.to_k, attention.to_v)
+        )
+        q, k = (rotate_pairs(t, *rotary).relu() for t in (q, k))
+        scores = (q @ k.transpose(-1, -2)) * mask[:, None, None]
+        out = (scores @ v) / scores.sum(-1, keepdim=True)
+        wanted = attention.to_out[0](out.transpose(1, 2).flatten(2))
+        torch.testing.assert_close(attention(x, rotary, mask)[:, :5], wanted[:, :5], atol=1e-4, rtol=1e-4)
