@@ -41,6 +41,19 @@ def with_lora(model: nn.Module, targets: list[str], dropout: float = 0.1) -> nn.
     return model.train()
 
 
+@contextlib.contextmanager
+def remove_dropout(model: nn.Module) -> Iterator[None]:
+    """No dropout within the context."""
+    found = {m: m.p for m in model.modules() if isinstance(m, nn.Dropout)}
+    for m in found:
+        m.p = 0.0
+    try:
+        yield
+    finally:
+        for m, p in found.items():
+            m.p = p
+
+
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
