@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from advisor.runtime.arguments import Layout, flatten, version
 from advisor.runtime.counters import RuntimeRefused
@@ -294,8 +295,9 @@ class Region:
 @cache
 def _uncounted() -> int:
     """References that a storage shows beyond the tensors that share it."""
-    tensor = torch.empty(1)
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+    with _disable_current_modes():
+        tensor = torch.empty(1, device="cpu")
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
 
 
 def _held_elsewhere(key: int, aliases: int) -> bool:

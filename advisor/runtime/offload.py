@@ -188,7 +188,7 @@ class Engine:
         most_buckets: sizes for which page-locked memory is kept; 0: only pageable memory.
         most_bytes: page-locked memory for each device; None: half of the machine's memory.
         prefetch: learn the order of the steps before, and use it where that is faster.
-        note: told what was decided about that.
+        note: told what was decided about that, and when memory was short.
         make_device: the implementation for a device.
     """
 
@@ -203,6 +203,7 @@ class Engine:
         make_device: Callable[[torch.device], Device] | None = None,
     ) -> None:
         self.counters = counters
+        self._note = note
         self._most_buckets = most_buckets
         self._most_bytes = host_memory_bytes() // 2 if most_bytes is None else most_bytes
         self._make_device = make_device or device_for
@@ -231,7 +232,7 @@ class Engine:
         device, pool = self._of(like.device)
         if (lease := pool.lend(size)) is not None:
             return lease, lease.buffer[:size].view(like.dtype).view(like.shape)
-        self.counters.pageable_copies += int(device.asynchronous)
+        self.counters.pageable_copies += int(device.asynchronous and size > 0)
         where = like.device if like.device.type == "meta" else torch.device("cpu")
         return None, torch.empty(like.shape, dtype=like.dtype, device=where)
 
@@ -406,7 +407,13 @@ class Engine:
             for reference in g.copies:
                 copy = reference()
                 if copy is not None and copy.flat is None and copy.ahead is None:
-                    copy.ahead = self._start(copy)
+                    try:
+                        copy.ahead = self._start(copy)
+                    except torch.OutOfMemoryError:
+                        self._note(
+                            "there was no memory to fetch tensors ahead of use; they were fetched when asked for"
+                        )
+                        return
 
     # checkpoint inputs ------------------------------------------------------------------------------------------------
 

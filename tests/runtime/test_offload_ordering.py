@@ -13,7 +13,7 @@ from test_runtime_offload import SHAPES
 from advisor.runtime import RuntimeRefused, apply
 from advisor.runtime import offload as offload_module
 from advisor.runtime.counters import Counters
-from advisor.runtime.offload import TIMED_PASSES, WARM_UP_PASSES, Engine, Moved
+from advisor.runtime.offload import TIMED_PASSES, WARM_UP_PASSES, Engine, HostCopy, Moved
 from advisor.runtime.pool import GRANULE_BYTES, Pool, slab_of
 from estimators.schedule import Backend, Schedule
 
@@ -143,6 +143,32 @@ def test_a_graph_that_is_dropped_in_the_middle_of_backward_leaves_nothing(late: 
 
 def _fail(*_: object) -> None:
     raise ArithmeticError
+
+
+def test_memory_that_is_short_only_stops_fetching_ahead(late: LateDevice) -> None:
+    """Fault class 22: never an error out of it."""
+    model = Stack(6)
+    plain = step(model, X)
+    with apply(model, UNSLOTH) as handle:
+        start, calls = handle._engine._start, [0]
+
+        def scarce(copy: HostCopy) -> tuple[torch.Tensor, object]:
+            calls[0] += 1
+            if copy is not wanted[-1]:
+                raise torch.OutOfMemoryError("none left")
+            return start(copy)
+
+        get, wanted = handle._engine.get, [None]
+
+        def asked(moved: Moved) -> torch.Tensor:
+            wanted.append(moved.copy)  # type: ignore[arg-type]
+            return get(moved)
+
+        handle._engine._start, handle._engine.get = scarce, asked  # type: ignore[method-assign]
+        assert_same(step(model, X), plain)
+        assert handle.counters.fetched_ahead == 0
+        assert calls[0] > 6
+    assert any("no memory to fetch tensors ahead" in n for n in handle.notes)
 
 
 def test_retained_graphs_fetch_again(late: LateDevice) -> None:

@@ -11,6 +11,7 @@ import torch
 from late_device import LateDevice
 from runtime_models import Stack, assert_same, loss_of, result_of, step, tensor, with_lora
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -364,6 +365,18 @@ def test_removal_takes_every_trace_off() -> None:
     for schedule in WITH:
         apply(model, schedule).remove()
         assert {n: set(m.__dict__) for n, m in model.named_modules()} == before
+
+
+@EVERY
+def test_fake_tensors_follow_the_same_path(schedule: Schedule) -> None:
+    real, fake = model_of(3), None
+    with apply(real, schedule) as handle:
+        step(real, X)
+    with FakeTensorMode(), torch.device("cpu"):
+        fake = model_of(3)
+        with apply(fake, schedule) as traced:
+            loss_of(fake(torch.randn(2, 6, 8))).backward()
+    assert traced.counters == handle.counters
 
 
 def test_a_structure_can_name_the_attention() -> None:
