@@ -16,11 +16,8 @@ from probes.workload import OPTIMIZERS, PRECISIONS, WorkloadError
 
 LARGEST = 4 * 2**20
 
-_PRECISION = {
-    "no_change": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "int8-sdnq": "int8-sdnq", "int8-quanto": "int8-quanto",
-    "int4-quanto": "int4-quanto", "int8-torchao": "int8-torchao", "fp8-torchao": "fp8-torchao", "fp8wo-torchao": "fp8wo-torchao",
-    "nf4-bnb": "nf4", "bnb-nf4": "nf4", "fp8-native": "fp8-native",
-}  # fmt: skip
+_PRECISION = {"no_change": "bf16", "nf4-bnb": "nf4"}
+"""The trainer's names that differ from the command's."""
 _CONTROLS = (
     "gradient_checkpointing",
     "gradient_checkpointing_backend",
@@ -190,7 +187,7 @@ def _base(values: Mapping[str, Any], request: dict[str, Any], notes: list[str]) 
         found = _PRECISION.get(str(precision), str(precision))
         if found not in PRECISIONS:
             raise WorkloadError(
-                f"base_model_precision {precision!r} is not known here; known: {', '.join(sorted(_PRECISION))}"
+                f"base_model_precision {precision!r} is not known here; known: {', '.join([*_PRECISION, *PRECISIONS])}"
             )
         request["precision"] = found
     optimizer = values.get("optimizer")

@@ -209,7 +209,10 @@ class Clock:
         self.rates, self.device, self.profile = r, device, profile
         tape = profile.tape
         half = profile.workload.precision != "fp32"
-        compute = (device.bf16_flops or device.fp16_flops or device.fp32_flops) if half else device.fp32_flops
+        first, second = device.bf16_flops, device.fp16_flops
+        if profile.workload.precision == "fp16":
+            first, second = second, first
+        compute = (first or second or device.fp32_flops) if half else device.fp32_flops
         self.available = compute is not None and device.memory_bytes_per_second is not None
         if not self.available:
             return

@@ -227,6 +227,11 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
             raise
 
 
+def autocast_dtype(workload: Workload) -> torch.dtype | None:
+    """What the forward runs in, and the base is kept in; None: float32 throughout."""
+    return {"fp32": None, "fp16": torch.float16}.get(workload.precision, torch.bfloat16)
+
+
 def is_kept_float32(model: nn.Module, parameter_name: str) -> bool:
     """Whether the model library keeps this parameter in float32 when it loads a 16-bit model."""
     patterns = getattr(model, "_keep_in_fp32_modules", None) or ()
@@ -237,11 +242,12 @@ def parameter_dtype(
     model: nn.Module, name: str, tensor: torch.Tensor, workload: Workload, trained: torch.dtype
 ) -> torch.dtype:
     """Dtype in which a parameter or buffer stays on the device."""
-    if not tensor.is_floating_point() or workload.precision == "fp32":
+    half = autocast_dtype(workload)
+    if not tensor.is_floating_point() or half is None:
         return tensor.dtype
     if workload.adapter != "full" and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
         return trained
-    return torch.float32 if is_kept_float32(model, name) else torch.bfloat16
+    return torch.float32 if is_kept_float32(model, name) else half
 
 
 _FILLS = ("normal", "uniform", "timestep", "ones", "zeros", "arange", "range", "runs", "grid", "axes")
@@ -295,7 +301,7 @@ def make_inputs(
     """
     family = workload.family
     names = symbols(workload, model)
-    compute = torch.float32 if workload.precision == "fp32" else torch.bfloat16
+    compute = autocast_dtype(workload) or torch.float32
     generator = torch.Generator().manual_seed(seed) if seed is not None else None
     skip = family.variant(workload.variant).skip_inputs
     inputs: dict[str, Any] = {}
@@ -359,7 +365,7 @@ def real_job(
             p.data = p.data.to(parameter_dtype(model, name, p, workload, torch.float32))
     model.train().to(device)
     inputs, target = make_inputs(workload, model, seed=seed)
-    autocast = None if workload.precision == "fp32" else torch.bfloat16
+    autocast = autocast_dtype(workload)
     return Job(
         model,
         {k: _move(v, device) for k, v in inputs.items()},
@@ -406,7 +412,7 @@ def device_job(
                     )
     model.train()
     inputs, target = make_inputs(workload, model, seed=seed)
-    autocast = None if workload.precision == "fp32" else torch.bfloat16
+    autocast = autocast_dtype(workload)
     moved = {k: _move(v, device) for k, v in inputs.items()}
     return Job(model, moved, target.to(device), workload.family.output_stack, autocast)
 
@@ -430,7 +436,7 @@ def given_job(workload: Workload, model: nn.Module, device: str, *, seed: int = 
         p.data = p.data.to(parameter_dtype(model, name, p, workload, torch.float32))
     model.train().to(device)
     inputs, target = make_inputs(workload, model, seed=seed)
-    autocast = None if workload.precision == "fp32" else torch.bfloat16
+    autocast = autocast_dtype(workload)
     moved = {k: _move(v, device) for k, v in inputs.items()}
     return Job(model, moved, target.to(device), workload.family.output_stack, autocast)
 

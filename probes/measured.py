@@ -469,7 +469,7 @@ def _without_data(value: Any) -> Any:
 
 
 def _autocast(workload: Workload) -> torch.dtype | None:
-    return None if workload.precision == "fp32" else torch.bfloat16
+    return build.autocast_dtype(workload)
 
 
 _BACKENDS = {

@@ -41,6 +41,8 @@ class QuantizedLinear:
     """Kept from forward to backward."""
     saves_input: bool
     """Keeps its bf16 input although the weight is frozen."""
+    holds_input: bool
+    """Keeps it as a plain attribute, which no checkpoint releases."""
     forward_transient_bytes: float
     backward_transient_bytes: float
     quantises_rows: bool
@@ -70,6 +72,7 @@ def table() -> dict[str, QuantizedLinear]:
             weight_bytes=float(r["weight_bytes"]),
             copy_bytes=float(r["copy_bytes"]),
             saves_input=r["saves_input"] == "1",
+            holds_input=r["saves_input"] == "2",
             forward_transient_bytes=float(r["forward_transient_bytes"]),
             backward_transient_bytes=float(r["backward_transient_bytes"]),
             quantises_rows=r["quantises_rows"] == "1",
@@ -193,6 +196,8 @@ class _Product(torch.autograd.Function):
         out = _product(input, weight.t(), facts)
         if facts.saves_input:
             saved.append(input)
+        if facts.holds_input:
+            ctx.held = input
         ctx.save_for_backward(*saved)
         return out
 
@@ -200,6 +205,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         _ = ctx.saved_tensors
+        ctx.held = None
         facts: QuantizedLinear = ctx.facts
         _launch(facts.backward_launches, gradient)
         _transient(gradient, ctx.weight, facts.backward_transient_bytes)
@@ -258,7 +264,7 @@ def _transient(like: torch.Tensor, weight: torch.Tensor, per_weight: float) -> N
 
 
 _PLAIN = QuantizedLinear(
-    "bf16", "", 2.0, 0.0, False, 0.0, 0.0, False, False, False, "no", 0, 0, "", "an ordinary linear"
+    "bf16", "", 2.0, 0.0, False, False, 0.0, 0.0, False, False, False, "no", 0, 0, "", "an ordinary linear"
 )
 
 

@@ -177,7 +177,7 @@ def _trace(
         else:
             with torch.device("meta") if on_meta else contextlib.nullcontext():
                 inputs, wanted = build.make_inputs(workload, model, known_values=known_values)
-            autocast = None if workload.precision == "fp32" else torch.bfloat16
+            autocast = build.autocast_dtype(workload)
             job = build.Job(model, inputs, wanted, workload.family.output_stack, autocast)
         leaves = [t for t in [*pytree.tree_leaves(job.inputs), job.target] if isinstance(t, torch.Tensor)]
         input_bytes = tuple(t.untyped_storage().nbytes() for t in leaves)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from advisor.training.objective import TIME_FILLS
-from probes.build import Job, symbols
+from probes.build import Job, autocast_dtype, symbols
 from probes.expressions import evaluate
 from probes.workload import Workload, WorkloadError
 
@@ -58,7 +58,7 @@ def slots(workload: Workload, model: nn.Module) -> dict[str, Slot]:
     family = workload.family
     names = symbols(workload, model)
     skipped = family.variant(workload.variant).skip_inputs
-    compute = torch.float32 if workload.precision == "fp32" else torch.bfloat16
+    compute = autocast_dtype(workload) or torch.float32
     found: dict[str, Slot] = {}
     for spec in family.inputs:
         if spec.name in skipped or not evaluate(spec.when, names):

@@ -24,7 +24,7 @@ from advisor.training.objective import Objective
 from advisor.verification import Verifiable
 from estimators.estimate import GIB, Estimate
 from estimators.schedule import Schedule
-from probes.build import Job, build_base, device_job, given_job, real_job
+from probes.build import Job, autocast_dtype, build_base, device_job, given_job, real_job
 from probes.step import make_optimizer
 from probes.workload import Workload, WorkloadError, reduced_copy
 
@@ -308,9 +308,13 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
     else:
         config = "" if pretrained is None else pretrained_config(pretrained, planned)
         workload = dataclasses.replace(planned, config_json=config)
-        if planned.precision not in ("bf16", "fp32"):
+        if planned.precision not in ("bf16", "fp16", "fp32"):
             notes.append(
                 f"--precision {planned.precision}: this runtime keeps the base in bfloat16, which takes more memory than planned"
+            )
+        if planned.precision == "fp16":
+            notes.append(
+                "--precision fp16: the loss is not scaled here, so small gradients may vanish; bf16 does not need it"
             )
         if planned.weights_offload != "none":
             notes.append(f"--weights-offload {planned.weights_offload}: this runtime keeps the weights on the device")
@@ -341,7 +345,7 @@ def _job(
     if pretrained is not None:
         if not use_cuda:
             _check_host_memory(workload, schedule, pretrained, say)
-        dtype = torch.float32 if workload.precision == "fp32" else torch.bfloat16
+        dtype = autocast_dtype(workload) or torch.float32
         say("loading the weights")
         model, more = load_model(pretrained, workload, dtype)
         notes += more

@@ -1,0 +1,88 @@
+"""Stand-ins for quantised linears: what they store, keep and give back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from probes import quantized
+from probes.quantized import StandIn, table
+from probes.workload import ESTIMATED_PRECISIONS, NOT_YET, PRECISIONS, from_request
+
+WIDTH, ROWS = 256, 64
+FLOATS = ("bf16", "bf16-upcast", "fp16", "fp32")
+
+
+def stand_in(precision: str) -> StandIn:
+    linear = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    return StandIn(linear, table()[precision])
+
+
+def saved_by(module: nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    kept: list[torch.Tensor] = []
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
+        out = module(x * 1)
+    return kept, out
+
+
+def test_every_precision_is_described_or_refused_with_a_reason() -> None:
+    assert set(table()) | set(FLOATS) | set(NOT_YET) == set(PRECISIONS)
+    assert set(ESTIMATED_PRECISIONS) == set(PRECISIONS) - set(NOT_YET)
+    assert all(facts.source for facts in table().values())
+
+
+@pytest.mark.parametrize("precision", sorted(table()))
+def test_backward_runs_and_reaches_the_input(precision: str) -> None:
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    _, out = saved_by(stand_in(precision), x)
+    out.sum().backward()
+    assert x.grad is not None
+    assert out.shape == (ROWS, WIDTH)
+
+
+@pytest.mark.parametrize("precision", sorted(table()))
+def test_what_is_kept_per_weight_is_what_the_table_says(precision: str) -> None:
+    facts = table()[precision]
+    kept, _ = saved_by(stand_in(precision), torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True))
+    copies = [t for t in kept if t.dtype is torch.uint8]
+    assert sum(t.numel() for t in copies) == round(facts.copy_bytes * WIDTH * WIDTH)
+    inputs = [t for t in kept if t.shape == (ROWS, WIDTH) and t.dtype is torch.bfloat16]
+    assert len(inputs) == (2 if facts.scales_input else int(facts.saves_input))
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 12), (torch.float32, 12)])
+def test_dynamic_float8_keeps_its_input_in_pieces_and_its_dtype(dtype: torch.dtype, expected: int) -> None:
+    kept, out = saved_by(stand_in("fp8-torchao"), torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True))
+    assert out.dtype is dtype
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if t.numel() == ROWS * WIDTH}
+    assert sum(storages.values()) == expected * ROWS * WIDTH
+
+
+def test_a_held_input_is_invisible_to_checkpoints() -> None:
+    kept, out = saved_by(stand_in("int8-bnb"), torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True))
+    assert not [t for t in kept if t.numel() == ROWS * WIDTH]
+    assert out.grad_fn is not None
+    held: Any = out.grad_fn
+    assert held.held.shape == (ROWS, WIDTH)
+    out.sum().backward()
+    assert held.held is None
+
+
+def test_torchao_leaves_streamed_linears_alone() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(64, 64, device="meta")})
+    plain = from_request({"model": "flux", "weights_offload": "ramtorch"})
+    float8 = from_request({"model": "flux", "weights_offload": "ramtorch", "precision": "fp8-torchao"})
+    assert quantized.described_linears(model, float8) == quantized.described_linears(model, plain)
+    assert quantized.host_weight_bytes(model, float8) == 64 * 64 * 2
+
+
+def test_linears_that_the_package_skips_stay_as_they_are() -> None:
+    model = nn.ModuleDict({"odd": nn.Linear(30, 64, device="meta"), "even": nn.Linear(64, 64, device="meta")})
+    assert quantized.quantized_names(model, "fp8-torchao") == {"even"}
+    assert quantized.quantized_names(model, "int8-quanto") == {"odd", "even"}
