@@ -110,7 +110,7 @@ def _interval(schedule: Schedule) -> str:
 def _short_name(schedule: Schedule) -> str:
     if schedule.actions is not None:
         return "per block"
-    return schedule.backend.value + ("+attn" if schedule.offload_attention else "")
+    return schedule.backend.value + ("+A" if schedule.offload_attention else "")
 
 
 def _table(*columns: tuple[str, str]) -> Table:
@@ -274,7 +274,7 @@ def _draw_notes(plan: Plan, console: Console) -> None:
         "peak: allocated (torch.cuda.max_memory_allocated); device: what nvidia-smi shows, reserved + context. "
         f"Fits: device against {usable} GiB usable less the headroom asked for; tight: the upper end of the band does not fit. "
         "int/stride: gradient_checkpointing_interval and _segment_stride; "
-        "+attn: attention saves offloaded; *: recommended."
+        "+A: attention saves offloaded; *: recommended."
     )
     by_note: dict[str, list[str]] = {}
     for e in plan.schedules:

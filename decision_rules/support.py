@@ -273,6 +273,9 @@ def candidates(executor: Executor, family: str, structure: Structure, variant: s
         Schedule(offload_attention=True),
         Schedule(Backend.TORCH, offload_attention=True),
         Schedule(Backend.TORCH, 2, 4, offload_attention=True),
+        Schedule(Backend.TORCH_FFN, offload_attention=True),
+        Schedule(Backend.UNSLOTH_FFN, offload_attention=True),
+        Schedule(Backend.UNSLOTH, offload_attention=True),
     ]
     meaning = semantics(executor, family, variant)
     kept: list[Schedule] = []

@@ -45,7 +45,7 @@ def test_the_table_names_every_schedule_with_units_and_a_fit_word(advise: Advise
     text = advise(*SMALL, "--gpu", "4090").out
     rows = [line.split() for line in text.splitlines() if re.match(r"(none|torch|unsloth)\S*\s+(-|\d)", line)]
     assert len(rows) == len(answer["schedules"])
-    assert [row[0].rstrip("*").removesuffix("+attn") for row in rows] == [
+    assert [row[0].rstrip("*").removesuffix("+A") for row in rows] == [
         entry["name"].split()[0] for entry in answer["schedules"]
     ]
     assert {row[-1] for row in rows} <= {"yes", "tight", "no"}
