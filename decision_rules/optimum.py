@@ -4,11 +4,12 @@ A block's decision changes the peak and the step time by about as much whatever 
 backward plus one block at work. So the choice is a knapsack: for every kind of block, the actions on the lower convex hull of (bytes
 still held, seconds) are worth taking, and the cheapest seconds per byte come first. The hull is measured by replaying schedules in which
 some blocks of a kind take an action; the answer is found by replaying mixes along the hull, and is a replayed, fitting schedule in
-any case. Among equal blocks, the early ones give up memory: what late blocks keep is gone before an early block is recomputed.
+any case; exchanges of a few blocks between two actions then take out what did not add up. Among equal blocks, the early ones give up memory: what late blocks keep is gone before an early block is recomputed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from estimators.estimate import Estimate, Estimator
 from estimators.schedule import Action, Schedule
 from probes.structure import Block, Structure
 
+MOST_REPLAYS = 600
+"""Replays that are made at most; one takes milliseconds."""
 FINAL_TRIES = 24
 """Full estimates (with the allocator's simulation) that are made at most."""
 
@@ -60,6 +63,8 @@ class _Search:
         self.kept = (Action.KEEP,) * len(blocks)
         self.kinds = _kinds(blocks)
         self.replays = 0
+        self._saved: list[dict[Action, int]] = [{} for _ in self.kinds]
+        """Bytes that an action frees for a block, by kind."""
 
     def seconds(self, actions: tuple[Action, ...]) -> float | None:
         return self._measure(actions)[1]
@@ -93,6 +98,7 @@ class _Search:
         if best is None:
             return None, (f"optimum: no per-block schedule fits ({self.replays} replays)",)
         best, taken = self._undo(best, taken, hulls)
+        best = self._exchange(best)
         per_kind = [
             f"{len(kind.blocks)} {self.blocks[kind.blocks[0]].kind}: {_counted(best.schedule, kind)}"
             for kind in self.kinds
@@ -114,6 +120,7 @@ class _Search:
             peak, seconds = self._measure(self._with(half, action))
             saved = (base_peak - peak) // len(half)
             added = ((seconds or 0.0) - (base_seconds or 0.0)) / len(half)
+            self._saved[self.kinds.index(kind)][action] = saved
             if saved > 0:
                 points.append((action, saved, added))
         return _lower_hull(points)
@@ -132,6 +139,45 @@ class _Search:
                 n = sum(m.kind == k and m.level == level for m in moves)
                 for i in kind.blocks[:n]:
                     actions[i] = hulls[k][level][0]
+        return tuple(actions)
+
+    def _exchange(self, best: Estimate) -> Estimate:
+        """Moves blocks of a kind from one action to another while that is faster and fits. Costs do not quite add up: copies
+        that the link cannot hide become dear all at once."""
+        room = int(self.estimator.capacity * best.peak / max(best.reserved, 1))
+        counts: list[dict[Action, int]] = []
+        for kind in self.kinds:
+            own = [(best.schedule.actions or ())[i] for i in kind.blocks]
+            counts.append({a: own.count(a) for a in kind.actions})
+        fastest = best.step_seconds or 0.0
+        steps = sorted({max(1, len(self.blocks) // 6), max(1, len(self.blocks) // 12), 1}, reverse=True)
+        for size in steps:
+            improved = True
+            while improved and self.replays < MOST_REPLAYS:
+                improved = False
+                for k, kind in enumerate(self.kinds):
+                    for a, b in itertools.permutations(kind.actions, 2):
+                        n = min(size, counts[k][a])
+                        if n == 0 or self.replays >= MOST_REPLAYS:
+                            continue
+                        trial = [dict(c) for c in counts]
+                        trial[k][a] -= n
+                        trial[k][b] += n
+                        peak, seconds = self._measure(self._placed(trial))
+                        if peak <= room and seconds is not None and seconds < fastest * (1 - 1e-4):
+                            counts, fastest, improved = trial, seconds, True
+        found = self.estimator.estimate(Schedule(actions=self._placed(counts)))
+        better = found.fits and (found.step_seconds or 0.0) < (best.step_seconds or 0.0)
+        return found if better else best
+
+    def _placed(self, counts: Sequence[dict[Action, int]]) -> tuple[Action, ...]:
+        """Actions of all blocks: the early ones of a kind take what frees the most."""
+        actions = list(self.kept)
+        for k, kind in enumerate(self.kinds):
+            order = sorted(kind.actions, key=lambda a: -self._saved[k].get(a, 0))
+            placed = [a for a in order for _ in range(counts[k][a])]
+            for i, a in zip(kind.blocks, placed, strict=True):
+                actions[i] = a
         return tuple(actions)
 
     def _undo(
