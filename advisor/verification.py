@@ -26,13 +26,14 @@ from estimators import devices
 from estimators.calibration import Band, Bands
 from estimators.devices import Device
 from estimators.estimate import GIB, Estimate, Estimator, Semantics
-from estimators.schedule import Schedule
+from estimators.schedule import Action, Schedule
 from estimators.step_time import Clock, rates_from
 from probes import store
 from probes.build import Job, device_job, real_job
 from probes.cpu_memory import profiled_peak, resident_bytes
 from probes.profile import Profile
 from probes.step import forward_loss, make_optimizer, train_step
+from probes.structure import Structure
 from probes.target import Target
 from probes.traced import trace
 from probes.workload import Workload, reduced_copy
@@ -236,6 +237,8 @@ def _verify_cpu(
         notes = [f"no CUDA device: the given weights run on the CPU at {workload.resolution}, float32"]
     say("tracing")
     profile = trace(workload, Target("cpu"))
+    schedule, more = _for_copy(schedule, profile.structure)
+    notes += more
     say("measuring this CPU")
     machine, clock = cpu_clock(profile)
     bands = Bands(Band.symmetric(CPU_MEMORY_BAND), Band.symmetric(CPU_MEMORY_BAND), "this run")
@@ -277,6 +280,18 @@ def _verify_cpu(
         counters,
         notes,
     )
+
+
+def _for_copy(schedule: Schedule, structure: Structure) -> tuple[Schedule, list[str]]:
+    """A per-block schedule of the whole model for a copy with fewer blocks: evenly spaced decisions of the original ones, KEEP where a
+    block lacks the part that a decision names."""
+    n, blocks = len(schedule.actions or ()), structure.blocks
+    if schedule.actions is None or n == len(blocks):
+        return schedule, []
+    chosen = [schedule.actions[i * n // len(blocks)] for i in range(len(blocks))]
+    fitting = [a if a.suits(b) else Action.KEEP for a, b in zip(chosen, blocks, strict=True)]
+    note = f"the copy's {len(blocks)} blocks take evenly spaced decisions of the plan's {n}"
+    return Schedule.per_block(fitting), [note]
 
 
 def _verify_cuda(

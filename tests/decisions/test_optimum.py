@@ -11,6 +11,7 @@ import pytest
 
 from advisor import api
 from advisor.plan_files import load
+from advisor.verification import _for_copy
 from decision_rules.optimum import _lower_hull, optimum
 from estimators.devices import cpu_device, find_gpu
 from estimators.estimate import Estimator, Semantics
@@ -139,3 +140,13 @@ def test_a_plan_with_it_survives_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert read.schedule == chosen
     assert read.objective is api.Objective.OPTIMUM
     assert Schedule(Backend.TORCH) in [e.schedule for e in read.schedules]
+
+
+def test_a_reduced_copy_takes_evenly_spaced_decisions() -> None:
+    structure = _profile("sd3").structure
+    n = len(structure.blocks)
+    plan = Schedule.per_block(["recompute"] * (2 * n) + ["keep"] * (2 * n))
+    copied, notes = _for_copy(plan, structure)
+    assert copied == Schedule.per_block(["recompute"] * (n // 2) + ["keep"] * (n - n // 2))
+    assert str(4 * n) in notes[0]
+    assert _for_copy(Schedule(Backend.TORCH), structure) == (Schedule(Backend.TORCH), [])
