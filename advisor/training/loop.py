@@ -23,7 +23,7 @@ from advisor.training.metrics import Metrics
 from advisor.training.objective import Objective
 from advisor.verification import Verifiable
 from estimators.estimate import GIB, Estimate
-from estimators.schedule import Schedule
+from estimators.schedule import Schedule, ScheduleError
 from probes.build import Job, autocast_dtype, build_base, device_job, given_job, real_job
 from probes.step import make_optimizer
 from probes.workload import Workload, WorkloadError, reduced_copy
@@ -501,7 +501,7 @@ class _Trainer:
         for estimate in memory.smaller(self.estimates, before, memory.room_on(self.device)):
             try:
                 handle = apply(self.job.model, estimate.schedule)
-            except RuntimeRefused as refusal:
+            except (RuntimeRefused, ScheduleError) as refusal:
                 self.notes.append(f"{estimate.schedule.name} was not tried: {refusal}")
                 continue
             self.schedule = estimate.schedule
