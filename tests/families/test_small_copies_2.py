@@ -1,0 +1,16 @@
+"""The small copies, part 2 of 4; see `small_copies`."""
+
+from __future__ import annotations
+
+import pytest
+from families_list import CASES
+from small_copies import check, quick_collections
+
+pytestmark = pytest.mark.usefixtures(quick_collections.__name__)
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES[1::4])
+def test_the_small_copy_trains_exactly_and_within_two_percent_of_the_predicted_peak(
+    name: str, variant: str | None
+) -> None:
+    check(name, variant)
