@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from estimators.placement import Placement, unit_arguments
+from estimators.placement import Placement
 from probes.tape import NEVER, Flags, Ints
 
 
@@ -94,11 +94,10 @@ class AttentionCopies:
         last = np.full(len(t.size), -1, np.int64)
         np.minimum.at(first, t.saved_storage[others], t.saved_at[others])
         np.maximum.at(last, t.saved_storage[others], t.released_at[others])
-        for u, unit in enumerate(p.units):
-            if p.finish_[u] >= 0 and not unit.offload_inputs:
-                start = t.calls[unit.modules[0]].start
-                for sid, _, _ in unit_arguments(t, unit):
-                    first[sid] = min(first[sid], start)
+        for u, made in enumerate(p.units):
+            if p.finish_[u] >= 0 and not made.offload_inputs:
+                for sid, _, _ in made.arguments:
+                    first[sid] = min(first[sid], made.start)
                     last[sid] = max(last[sid], int(p.finish_[u]))
         return held | ((first[sids] <= at) & (last[sids] > at))
 

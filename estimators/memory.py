@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from estimators.host_copies import AttentionCopies, Fetch, HostCopy, run_ahead
-from estimators.placement import Placement, SimulationError, unit_arguments
+from estimators.placement import Placement, SimulationError
 from estimators.schedule import Resolution
 from probes.profile import Profile
 from probes.tape import NEVER, Ints
@@ -228,17 +228,16 @@ class _Step:
         on_host: list[tuple[int, int, int, int]] = []
         held: list[tuple[int, int]] = []
         states: list[tuple[int, int, int]] = []
-        for u, unit in enumerate(p.units):
+        for u, made in enumerate(p.units):
             finish = int(p.finish_[u])
             if finish < 0:
                 continue
-            start = self.tape.calls[unit.modules[0]].start
-            for sid, movable, size in unit_arguments(self.tape, unit):
-                if unit.offload_inputs and movable:
-                    on_host.append((u, sid, start, size))
+            for sid, movable, size in made.arguments:
+                if made.offload_inputs and movable:
+                    on_host.append((u, sid, made.start, size))
                 else:
                     held.append((sid, finish))
-            states.append((start, finish, RNG_STATE_BYTES * len(unit.modules)))
+            states.append((made.start, finish, RNG_STATE_BYTES * len(made.modules)))
         if held:
             sids, until = np.array(held, np.int64).T
             np.maximum.at(death, sids, until)

@@ -5,51 +5,83 @@ Positions are event numbers. *Tape positions* count the recorded step, *new posi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from estimators.schedule import Offloading, Resolution, Unit
-from probes.tape import NEVER, Flags, Ints, Tape
+from probes.tape import NEVER, Call, Flags, Ints, Tape
 
 
 class SimulationError(RuntimeError):
     """A schedule names modules that the profile does not have."""
 
 
-def unit_ranges(tape: Tape, unit: Unit) -> list[tuple[int, int]]:
-    """[start, end) of each of the unit's modules in the forward pass.
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint of the step. A unit whose module a block calls twice makes two of them."""
+
+    offload_inputs: bool
+    modules: tuple[str, ...]
+    start: int
+    """When its first module is called."""
+    calls: tuple[int, ...]
+    """When each of its modules is called."""
+    ranges: tuple[tuple[int, int], ...]
+    """[start, end) of each of its modules in the forward pass."""
+    arguments: tuple[tuple[int, bool, int], ...]
+    """(storage, movable, bytes) of the tensors that it holds. Two views of one storage are two entries."""
+
+
+def checkpoints(tape: Tape, unit: Unit) -> list[Checkpoint]:
+    """The unit's checkpoints, as the runtime opens them: a call of the module behind the last one joins the open checkpoint,
+    any other call begins one.
 
     Raises:
         SimulationError: a module was not called.
     """
-    ranges = []
     for module in unit.modules:
-        call = tape.calls.get(module)
-        if call is None:
+        if not tape.calls.get(module):
             raise SimulationError(f"the profile has no call of {module}")
-        start = call.start
-        if unit.from_child is not None:
-            child = tape.calls.get(f"{module}.{unit.from_child}")
-            if child is None:
-                raise SimulationError(f"the profile has no call of {module}.{unit.from_child}")
-            start = child.start
-        ranges.append((start, call.end))
-    return ranges
+    made = sorted(
+        ((call, i) for i, module in enumerate(unit.modules) for call in tape.calls[module]), key=lambda c: c[0].start
+    )
+    groups: list[list[tuple[Call, int]]] = []
+    for call, i in made:
+        if groups and groups[-1][-1][1] + 1 == i:
+            groups[-1].append((call, i))
+        else:
+            groups.append([(call, i)])
+    return [_checkpoint(tape, unit, group) for group in groups]
 
 
-def unit_arguments(tape: Tape, unit: Unit) -> list[tuple[int, bool, int]]:
-    """(storage, movable, bytes) of the tensors that the unit's checkpoint holds. Two views of one storage are two entries."""
-    module = unit.modules[0]
-    call = tape.calls[module]
-    found = list(zip(call.arguments, call.movable, call.argument_bytes, strict=True))
+def _checkpoint(tape: Tape, unit: Unit, group: Sequence[tuple[Call, int]]) -> Checkpoint:
+    first, module = group[0][0], unit.modules[group[0][1]]
+    start = first.start
+    arguments = list(zip(first.arguments, first.movable, first.argument_bytes, strict=True))
     if unit.from_child is not None:
-        given = set(call.arguments)
+        name = f"{module}.{unit.from_child}"
+        inside = [c.start for c in tape.calls.get(name, ()) if first.start <= c.start < first.end]
+        if not inside:
+            raise SimulationError(f"the profile has no call of {name}")
+        start = inside[0]
         reads = tape.inner_reads.get(f"{module}@{unit.from_child}", ())
-        found = [entry for entry in found if entry[0] in reads]
-        found += [(sid, True, int(tape.size[sid])) for sid in reads if sid not in given]
-    return found
+        given = set(first.arguments)
+        arguments = [entry for entry in arguments if entry[0] in reads]
+        arguments += [
+            (sid, True, int(tape.size[sid]))
+            for sid in reads
+            if sid not in given and first.start <= tape.birth[sid] < first.end
+        ]
+    return Checkpoint(
+        unit.offload_inputs,
+        tuple(unit.modules[i] for _, i in group),
+        first.start,
+        tuple(c.start for c, _ in group),
+        tuple((start if c is first else c.start, c.end) for c, _ in group),
+        tuple(arguments),
+    )
 
 
 def _without(whole: tuple[int, int, int], skipped: Sequence[AttentionCall]) -> Iterator[tuple[int, int, int]]:
@@ -84,7 +116,7 @@ class Placement:
     def __init__(self, tape: Tape, resolution: Resolution) -> None:
         self.tape = tape
         self.bundled = resolution.offloading is Offloading.BUNDLED
-        self.units = resolution.units
+        self.units = [made for unit in resolution.units for made in checkpoints(tape, unit)]
         self.calls = self._attention_calls(resolution)
         """With `Offloading.BUNDLED`: the offloaded attention calls, in order."""
         self._lay_ranges()
@@ -103,14 +135,19 @@ class Placement:
     def _attention_calls(self, resolution: Resolution) -> list[AttentionCall]:
         if resolution.offloading is not Offloading.BUNDLED:
             return []
-        owner = {name: u for u, unit in enumerate(self.units) for name in unit.modules}
+        owner = {
+            (name, start): u
+            for u, made in enumerate(self.units)
+            for name, start in zip(made.modules, made.calls, strict=True)
+        }
         found = []
         for name, block in zip(resolution.offloaded_attention, resolution.attention_blocks, strict=True):
-            call, around = self.tape.calls.get(name), self.tape.calls.get(block)
-            if call is not None and around is not None:
-                results = tuple(zip(call.results, call.result_bytes, strict=True))
-                unit = owner.get(block, -1)
-                found.append(AttentionCall(call.start, call.end, around.end, call.arguments, results, unit))
+            for around in self.tape.calls.get(block, ()):
+                for call in self.tape.calls.get(name, ()):
+                    if around.start <= call.start < around.end:
+                        results = tuple(zip(call.results, call.result_bytes, strict=True))
+                        unit = owner.get((block, around.start), -1)
+                        found.append(AttentionCall(call.start, call.end, around.end, call.arguments, results, unit))
         return sorted(found, key=lambda c: c.start)
 
     def _hand_over_arguments(self, call: AttentionCall) -> None:
@@ -122,9 +159,7 @@ class Placement:
         self.saved_unit[given] = call.unit
 
     def _lay_ranges(self) -> None:
-        flat = sorted(
-            (start, end, u) for u, unit in enumerate(self.units) for start, end in unit_ranges(self.tape, unit)
-        )
+        flat = sorted((start, end, u) for u, made in enumerate(self.units) for start, end in made.ranges)
         skipped = [c for c in self.calls if c.unit >= 0]
         if skipped:
             flat = [piece for whole in flat for piece in _without(whole, skipped)]
@@ -140,10 +175,12 @@ class Placement:
 
     def _attention_saves(self, resolution: Resolution) -> Flags:
         found = np.zeros(len(self.tape.saved_at), bool)
-        for name in resolution.offloaded_attention:
-            if (call := self.tape.calls.get(name)) is not None:
-                low, high = np.searchsorted(self.tape.saved_at, (call.start, call.end))
-                found[low:high] = True
+        calls: Iterable[Call | AttentionCall] = self.calls
+        if not self.bundled:
+            calls = (call for name in resolution.offloaded_attention for call in self.tape.calls.get(name, ()))
+        for call in calls:
+            low, high = np.searchsorted(self.tape.saved_at, (call.start, call.end))
+            found[low:high] = True
         return found
 
     def _find_bounds(self) -> None:

@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
         self.op_flops: list[float] = []
         self.op_head: list[int] = []
         self.op_bytes: list[float] = []
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, list[Call]] = {}
         self.inner_reads: dict[str, tuple[int, ...]] = {}
         self._reading: dict[str, tuple[int, set[int], frozenset[int]]] = {}
         self._active_reads: list[tuple[int, int, set[int], frozenset[int]]] = []
@@ -315,35 +315,42 @@ class Recorder(TorchDispatchMode):
     # modules ----------------------------------------------------------------------------------------------------------
 
     def watch_module(self, name: str, module: nn.Module, reads_from: str | None = None) -> None:
-        """Records the module's calls; `reads_from` names a child from whose call on the block's own storages that are
+        """Records all of the module's calls; `reads_from` names a child from whose call on the block's own storages that are
         read are collected (see `Tape.inner_reads`)."""
+
+        running: list[int] = []
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.now += 1
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             sids = tuple(self._sid(t) for t in tensors)
             keep = [i for i, s in enumerate(sids) if s >= 0]
-            self.calls[name] = Call(
-                self.now,
-                -1,
-                tuple(sids[i] for i in keep),
-                tuple(tensors[i].grad_fn is not None for i in keep),
-                tuple(tensors[i].numel() * tensors[i].element_size() for i in keep),
+            calls = self.calls.setdefault(name, [])
+            running.append(len(calls))
+            calls.append(
+                Call(
+                    self.now,
+                    -1,
+                    tuple(sids[i] for i in keep),
+                    tuple(tensors[i].grad_fn is not None for i in keep),
+                    tuple(tensors[i].numel() * tensors[i].element_size() for i in keep),
+                )
             )
             if reads_from:
                 self._reading[f"{name}@{reads_from}"] = (len(self.size), set(), frozenset(s for s in sids if s >= 0))
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             self.now += 1
-            call = self.calls[name]
+            calls, at = self.calls[name], running.pop()
             returned = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
             results = [(sid, t.numel() * t.element_size()) for t in returned if (sid := self._sid(t)) >= 0]
-            self.calls[name] = dataclasses.replace(
-                call, end=self.now, results=tuple(s for s, _ in results), result_bytes=tuple(n for _, n in results)
+            calls[at] = dataclasses.replace(
+                calls[at], end=self.now, results=tuple(s for s, _ in results), result_bytes=tuple(n for _, n in results)
             )
             if reads_from:
                 _, found, _ = self._reading.pop(f"{name}@{reads_from}")
-                self.inner_reads[f"{name}@{reads_from}"] = tuple(sorted(found))
+                before = self.inner_reads.get(f"{name}@{reads_from}", ())
+                self.inner_reads[f"{name}@{reads_from}"] = tuple(sorted({*before, *found}))
                 self._active_reads = [r for r in self._active_reads if r[2] is not found]
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -382,7 +389,7 @@ class Recorder(TorchDispatchMode):
             op_flops=np.array(self.op_flops, np.float64),
             op_bytes=np.array(self.op_bytes, np.float64),
             op_head=np.array(self.op_head, np.int64),
-            calls=dict(self.calls),
+            calls={name: tuple(calls) for name, calls in self.calls.items()},
             inner_reads=dict(self.inner_reads),
         )
 

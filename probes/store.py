@@ -28,7 +28,7 @@ from probes.structure import Block, Chain, Structure
 from probes.tape import Call, Tape
 from probes.workload import Workload
 
-FORMAT = 5
+FORMAT = 6
 """Raise when the meaning of a stored profile changes."""
 
 _ARRAYS = [
@@ -138,7 +138,7 @@ def to_bytes(profile: Profile) -> bytes:
         "notes": profile.notes,
         "measured": {k: dict(v) for k, v in profile.measured.items()},
         "bounds": [t.length, t.backward_start, t.optimizer_start],
-        "calls": {n: _call_values(c) for n, c in t.calls.items()},
+        "calls": {n: [_call_values(c) for c in calls] for n, calls in t.calls.items()},
         "inner_reads": dict(t.inner_reads),
     }
     arrays = {name: getattr(t, name) for name in _ARRAYS}
@@ -171,7 +171,7 @@ def from_bytes(content: bytes) -> Profile:
         for name in ("lora_targets", "buckets"):
             workload[name] = tuple(workload[name])
         length, backward, optimizer = meta["bounds"]
-        calls = {n: Call(c[0], c[1], *map(tuple, c[2:])) for n, c in meta["calls"].items()}
+        calls = {n: tuple(Call(c[0], c[1], *map(tuple, c[2:])) for c in made) for n, made in meta["calls"].items()}
         chains = tuple(
             Chain(
                 c["path"],

@@ -76,8 +76,9 @@ class Tape:
     op_head: Ints
     """Head size of an attention kernel; 0 for the others."""
 
-    calls: Mapping[str, Call] = field(default_factory=dict)
-    """By qualified module name, for the blocks and the regions inside them."""
+    calls: Mapping[str, tuple[Call, ...]] = field(default_factory=dict)
+    """By qualified module name, for the blocks and the regions inside them: every call, in order. A block may call one
+    feed-forward for its image and again for its text tokens."""
 
     inner_reads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By ``block@child``: storages born in the block before the child's call, or its arguments, that are read from there on."""

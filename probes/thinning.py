@@ -123,11 +123,13 @@ def expand(tape: Tape, run: Run) -> Tape:
     m = run.extras
     starts = []
     for i in run.kept:
-        call = tape.calls.get(f"{run.path}.{i}")
-        if call is None:
+        calls_of = tape.calls.get(f"{run.path}.{i}", ())
+        if not calls_of:
             raise UnevenError(f"{run.path}.{i} was not called")
-        starts.append(call.start)
-    ends = [tape.calls[f"{run.path}.{i}"].end for i in run.kept]
+        if len(calls_of) > 1:
+            raise UnevenError(f"{run.path}.{i} was called {len(calls_of)} times")
+        starts.append(calls_of[0].start)
+    ends = [tape.calls[f"{run.path}.{i}"][0].end for i in run.kept]
     if sorted(starts) != starts:
         raise UnevenError(f"{run.path} is not called in order")
 
@@ -296,7 +298,7 @@ def expand(tape: Tape, run: Run) -> Tape:
     op_order = np.argsort(np.concatenate(op_ats), kind="stable")
 
     # module calls
-    calls: dict[str, Call] = {}
+    calls: dict[str, tuple[Call, ...]] = {}
     inner_reads: dict[str, tuple[int, ...]] = {}
     inner = {f"{run.path}.{i}": j for j, i in enumerate(run.kept) if 1 <= j <= 3}
 
@@ -318,16 +320,18 @@ def expand(tape: Tape, run: Run) -> Tape:
             results=moved(call.results),
         )
 
-    for name, call in tape.calls.items():
+    for name, made in tape.calls.items():
         mine = owner(name)
         if mine is None:
-            at = shift(np.array([call.start, call.end], np.int64))
-            calls[name] = dataclasses.replace(call, start=int(at[0]), end=int(at[1]))
+            at = shift(np.array([[c.start, c.end] for c in made], np.int64))
+            calls[name] = tuple(
+                dataclasses.replace(c, start=int(start), end=int(end)) for c, (start, end) in zip(made, at, strict=True)
+            )
         else:
-            calls[name] = moved_call(call, mine, mine)
+            calls[name] = tuple(moved_call(c, mine, mine) for c in made)
     for name, source in repeat_names(list(tape.calls), run):
         k = int(name[len(run.path) + 1 :].partition(".")[0]) - run.first - 2
-        calls[name] = moved_call(tape.calls[source], 2, 100 + k)
+        calls[name] = tuple(moved_call(c, 2, 100 + k) for c in tape.calls[source])
     for key, sids in tape.inner_reads.items():
         mine = owner(key)
         inner_reads[key] = (

@@ -89,10 +89,6 @@ def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile
         notes.append(
             f"{facts.precision}: {facts.note}; its kernels are not traced but described, so time and peak are less sure"
         )
-    if workload.adapter == "lokr" and (targets := build.lokr_targets(base, workload)) != workload.lora_targets:
-        notes.append(
-            f"LoKr goes into {', '.join(targets)}: the model has no {' or '.join(workload.lora_targets)} class"
-        )
     uneven = False
     for chosen, way in attempts:
         if uneven and chosen:
@@ -304,7 +300,8 @@ class _Links:
                 before = [r() for r in self._inputs[previous]]
                 unchanged = all(o is not None and any(o is t for t in tensors) and o._version == v for o, v in outputs)
                 rest = [t for t in tensors if not any(o is t for o, _ in outputs)]
-                self._joined[previous, name] = unchanged and all(any(t is b for b in before) for t in rest)
+                fits = unchanged and all(any(t is b for b in before) for t in rest)
+                self._joined[previous, name] = self._joined.get((previous, name), True) and fits
             self._order.append(name)
             self._inputs[name] = [weakref.ref(t) for t in tensors]
 

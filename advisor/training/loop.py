@@ -23,7 +23,7 @@ from advisor.training.metrics import Metrics
 from advisor.training.objective import Objective
 from advisor.verification import Verifiable
 from estimators.estimate import GIB, Estimate
-from estimators.schedule import Schedule, ScheduleError
+from estimators.schedule import Schedule
 from probes.build import Job, autocast_dtype, build_base, device_job, given_job, real_job
 from probes.step import make_optimizer
 from probes.workload import Workload, WorkloadError, reduced_copy
@@ -295,9 +295,7 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
     """The workload that really runs; differences to the planned one go to the notes."""
     planned = plan.workload
     if pretrained is None:
-        notes.append(
-            "base weights are random: this run shows memory and speed; its losses mean nothing and its adapter is of no use"
-        )
+        notes.append("base weights are random: this run shows memory, speed and a falling loss, not a usable adapter")
     if not use_cuda and pretrained is None:
         workload = reduced_copy(planned)
         notes.append(
@@ -503,7 +501,7 @@ class _Trainer:
         for estimate in memory.smaller(self.estimates, before, memory.room_on(self.device)):
             try:
                 handle = apply(self.job.model, estimate.schedule)
-            except (RuntimeRefused, ScheduleError) as refusal:
+            except RuntimeRefused as refusal:
                 self.notes.append(f"{estimate.schedule.name} was not tried: {refusal}")
                 continue
             self.schedule = estimate.schedule

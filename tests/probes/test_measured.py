@@ -316,7 +316,7 @@ def test_a_block_that_does_not_fit_is_named_in_one_line_and_its_memory_is_given_
 
 def traced_block(profile: Profile, name: str) -> dict[str, float]:
     """What the tape says of one block's forward."""
-    tape, call = profile.tape, profile.tape.calls[name]
+    tape, call = profile.tape, profile.tape.calls[name][0]
     own = np.flatnonzero((tape.birth > call.start) & (tape.birth < call.end))
     saves = (tape.saved_at > call.start) & (tape.saved_at < call.end) & (tape.saved_storage >= 0)
     until = tape.death.copy()

@@ -292,13 +292,13 @@ def _watched(reads_from: str | None = None) -> Tape:
 
 def test_a_submodules_call_lies_inside_its_blocks_and_calls_do_not_overlap() -> None:
     calls = _watched().calls
-    block, attn, ff, following = (calls[n] for n in ("blocks.0", "blocks.0.attn", "blocks.0.ff", "blocks.1"))
+    block, attn, ff, following = (calls[n][0] for n in ("blocks.0", "blocks.0.attn", "blocks.0.ff", "blocks.1"))
     assert block.start < attn.start < attn.end <= ff.start < ff.end < block.end <= following.start < following.end
 
 
 def test_a_calls_arguments_are_its_tensors_by_position_and_by_keyword() -> None:
     tape = _watched()
-    call = tape.calls["blocks.0"]
+    (call,) = tape.calls["blocks.0"]
     x, scale, table = call.arguments
     assert [int(tape.size[s]) for s in (x, scale, table)] == [X_BYTES, BATCH * FLOAT, WIDTH * FLOAT]
     assert call.movable == (True, True, False)
@@ -307,7 +307,7 @@ def test_a_calls_arguments_are_its_tensors_by_position_and_by_keyword() -> None:
 
 def test_the_next_block_takes_the_storage_that_the_previous_one_returned() -> None:
     tape = _watched()
-    first, second = tape.calls["blocks.0"], tape.calls["blocks.1"]
+    (first,), (second,) = tape.calls["blocks.0"], tape.calls["blocks.1"]
     assert second.arguments[1:] == first.arguments[1:]
     assert first.start < tape.birth[second.arguments[0]] < first.end
 
@@ -315,12 +315,12 @@ def test_the_next_block_takes_the_storage_that_the_previous_one_returned() -> No
 def test_a_resident_argument_is_left_out_of_a_calls_arguments() -> None:
     model = nn.ModuleDict({"layer": linear(True)})
     tape = record(lambda x: model["layer"](x), meta(BATCH, WIDTH), model=model, watch={"layer": None})
-    assert tape.calls["layer"].arguments == ()
+    assert [c.arguments for c in tape.calls["layer"]] == [()]
 
 
 def test_inner_reads_are_the_blocks_own_storages_that_are_read_from_the_child_on() -> None:
     tape = _watched(reads_from="ff")
-    call, ff = tape.calls["blocks.0"], tape.calls["blocks.0.ff"]
+    (call,), (ff,) = tape.calls["blocks.0"], tape.calls["blocks.0.ff"]
     read = tape.inner_reads["blocks.0@ff"]
     assert all(call.start < tape.birth[s] < ff.start or s in call.arguments for s in read)
     # x after the attention (read by the last sum), x.exp() (the feed-forward's own input) and the argument `table`, but
@@ -330,3 +330,24 @@ def test_inner_reads_are_the_blocks_own_storages_that_are_read_from_the_child_on
     assert {ff.arguments[0], table} < set(read)
     assert not {x, scale} & set(read)
     assert set(read) != {s for s in storages(tape, X_BYTES) if call.start < tape.birth[s] < ff.start}
+
+
+def test_every_call_of_a_module_is_kept_in_order_also_one_inside_another() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ff = linear(trained=True)
+
+        def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+            x = self.ff(x) + self.ff(x[:, :1].expand_as(x) * 2.0)
+            return x if times == 1 else self(x, times - 1)
+
+    model = Again()
+    watch: dict[str, str | None] = {"": None, "ff": None}
+    tape = record(lambda x: model(x), meta(BATCH, WIDTH, requires_grad=True), model=model, watch=watch)
+    outer, inner = tape.calls[""]
+    ff = tape.calls["ff"]
+    assert outer.start < ff[0].start < ff[0].end < ff[1].start < ff[1].end < inner.start < ff[2].start < ff[3].end
+    assert ff[3].end < inner.end < outer.end
+    assert ff[0].results != ff[1].results
+    assert outer.results == inner.results

@@ -42,7 +42,10 @@ def make_profile(**changes: Any) -> Profile:
         op_flops=np.array([1e15, 0.0, 0.5], np.float64),
         op_bytes=np.array([3.0, 4.0, 5.0], np.float64),
         op_head=np.array([0, 64, 0], np.int64),
-        calls={"blocks.0": Call(2, 9, (0, 1), (True, False), (512, 100)), "blocks.0.ff": Call(3, 4, (), (), ())},
+        calls={
+            "blocks.0": (Call(2, 9, (0, 1), (True, False), (512, 100)),),
+            "blocks.0.ff": (Call(3, 4, (), (), ()), Call(5, 6, (1,), (True,), (9,), (0,), (8,))),
+        },
         inner_reads={"blocks.0@ff": (0,), "blocks.1@ff": ()},
     )
     block = Block("blocks.0", "Kind", (("blocks.0.a", "blocks.0.b"), ("blocks.0.c",)), ("blocks.0.attn",), "norm2")
@@ -214,7 +217,7 @@ def _meta(**changes: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"format": store.FORMAT + 1}, {"workload": {}}, {"bounds": [1]}, {"calls": {"a": []}}]
+    "changes", [{"format": store.FORMAT + 1}, {"workload": {}}, {"bounds": [1]}, {"calls": {"a": [[]]}}]
 )
 def test_a_profile_whose_content_has_another_form_is_no_profile(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
