@@ -25,6 +25,7 @@ SEARCH: dict[str, tuple[float, float, float]] = {
     "attention_backward": (0.45, 0.1, 1.0),
     "softmax_width": (40.0, 5.0, 150.0),
     "legacy_mma_on_hopper": (0.62, 0.3, 1.0),
+    "reduction_bytes_per_second": (2.5e10, 5e9, 2e11),
     "matrix_on_ada": (0.9, 0.5, 1.1),
     "memory": (0.8, 0.4, 0.95),
     "cache_speedup": (2.0, 1.0, 6.0),

@@ -18,7 +18,7 @@ from estimators import calibration
 from estimators.devices import Device
 from estimators.memory import Memory
 from probes.profile import Profile
-from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, Floats, Ints
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, REDUCTION, Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Rates:
     """How much faster than that traffic is that the L2 cache serves; its share falls linearly to 0 at twice the cache."""
     legacy_mma_on_hopper: float
     """Share of Hopper's dense rate that kernels written for the older matrix instructions reach (FlashAttention 2)."""
+    reduction_bytes_per_second: float
+    """What one multiprocessor reads: the rate of a matrix product whose result is a single tile."""
     matrix_on_ada: float
     """Share of what Hopper sustains of its matrix rate that Ada cards sustain of theirs."""
     kernel_tail_seconds: float
@@ -110,6 +112,7 @@ class Kernels:
         """GPU time of each kernel. `compute`: FLOP/s of the device at the kernels' precision."""
         shares = {
             GEMM: r.gemm,
+            REDUCTION: r.gemm,
             CONVOLUTION: r.convolution,
             ATTENTION: r.attention,
             ATTENTION_BACKWARD: r.attention_backward,
@@ -127,6 +130,7 @@ class Kernels:
         slowness = 1 - cached * (1 - 1 / r.cache_speedup)
         assert device.memory_bytes_per_second is not None
         bandwidth = device.memory_bytes_per_second * r.memory / slowness
+        bandwidth = np.where(self.kind == REDUCTION, np.minimum(bandwidth, r.reduction_bytes_per_second), bandwidth)
         found: Floats = np.maximum(self.flops / (compute * share), self.bytes / bandwidth) + r.kernel_tail_seconds
         return found
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, NEVER, Call, Tape
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, NEVER, REDUCTION, Call, Tape
 
 _NO_KERNEL = {
     "aten::empty",
@@ -36,6 +36,12 @@ _NO_KERNEL = {
 
 Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 """(operator, args, kwargs, outputs) -> bytes that its kernel allocates and frees inside."""
+
+
+TILE = 32 * 32
+"""Elements that one multiprocessor computes."""
+LONG = 2**16
+"""Terms of a sum from which a product of one tile takes longer than launching it."""
 
 
 class _Op:
@@ -59,6 +65,12 @@ class _Op:
             self.kind = GEMM
         else:
             self.kind = MEMORY
+
+
+def _is_reduction(work: float, output: Any) -> bool:
+    """Whether a matrix product is a long sum into a result of one tile."""
+    elements = output.numel() if isinstance(output, torch.Tensor) else 0
+    return 0 < elements <= TILE and work > 2.0 * elements * LONG
 
 
 def _head_size(args: tuple[Any, ...]) -> int:
@@ -247,8 +259,9 @@ class Recorder(TorchDispatchMode):
                 self.scratch.append(True)
                 self.now += 1
             self.op_at.append(self.now)
-            self.op_kind.append(op.kind)
-            self.op_flops.append(float(op.flops(*args, **kwargs, out_val=outputs)) if op.flops is not None else 0.0)
+            work = float(op.flops(*args, **kwargs, out_val=outputs)) if op.flops is not None else 0.0
+            self.op_kind.append(REDUCTION if op.kind == GEMM and _is_reduction(work, outputs) else op.kind)
+            self.op_flops.append(work)
             self.op_bytes.append(float(moved))
             self.op_head.append(_head_size(args) if op.kind in (ATTENTION, ATTENTION_BACKWARD) else 0)
         return outputs

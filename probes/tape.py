@@ -20,8 +20,9 @@ Flags = NDArray[np.bool_]
 NEVER = np.int64(2**40)
 """Position of a death that does not happen within the step."""
 
-GEMM, CONVOLUTION, ATTENTION, MEMORY, ATTENTION_BACKWARD = 0, 1, 2, 3, 4
-"""Kinds of kernel."""
+GEMM, CONVOLUTION, ATTENTION, MEMORY, ATTENTION_BACKWARD, REDUCTION = 0, 1, 2, 3, 4, 5
+"""Kinds of kernel; a reduction is a matrix product so long and narrow that its result is a single tile, which one
+multiprocessor computes alone (the gradient of a LoKr's small factor)."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from estimators.memory import Memory, Span
 from estimators.step_time import Clock, Rates, StepTime, default_rates, rates_from
 from probes.profile import Profile
 from probes.structure import Structure
-from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, Tape
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, REDUCTION, Tape
 from probes.workload import from_request
 
 DEVICE = Device(
@@ -40,6 +40,7 @@ RATES = Rates(
     cache_speedup=2.0,
     legacy_mma_on_hopper=0.5,
     matrix_on_ada=1.0,
+    reduction_bytes_per_second=1e8,
     kernel_tail_seconds=1e-6,
     launch_seconds=1e-9,
     hook_seconds=1e-9,
@@ -132,6 +133,11 @@ def test_only_attention_is_slower_on_hopper() -> None:
     hopper = replace(DEVICE, architecture="Hopper")
     assert step(profile([(ATTENTION, 1e12, 1.0)]), device=hopper).gpu == pytest.approx(10.0 + TAIL)
     assert step(profile([(GEMM, 1e12, 1.0)]), device=hopper).gpu == pytest.approx(2.0 + TAIL)
+
+
+def test_a_product_of_one_tile_reads_at_the_rate_of_one_multiprocessor() -> None:
+    assert step(profile([(REDUCTION, 1e6, 1e8)])).gpu == pytest.approx(1.0 + TAIL)
+    assert step(profile([(GEMM, 1e6, 1e8)])).gpu == pytest.approx(0.125 + TAIL)
 
 
 def test_ada_sustains_less_of_its_matrix_rate() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from probes.recorder import Recorder
-from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, NEVER, Tape
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, NEVER, REDUCTION, Tape
 
 FLOAT = 4
 BATCH, WIDTH = 8, 16
@@ -351,3 +351,13 @@ def test_every_call_of_a_module_is_kept_in_order_also_one_inside_another() -> No
     assert ff[3].end < inner.end < outer.end
     assert ff[0].results != ff[1].results
     assert outer.results == inner.results
+
+
+def test_a_long_sum_into_one_tile_is_told_apart() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return (x.mT @ x).sum() + (x @ x.mT[..., :4]).sum()
+
+    tape = record(run, meta(2**17, 4, requires_grad=True))
+    forward = tape.op_kind[tape.op_at < tape.backward_start]
+    assert (forward == REDUCTION).sum() == 1
+    assert (forward == GEMM).sum() == 1
