@@ -147,7 +147,7 @@ def semantics(executor: Executor, family: str, variant: str | None = None) -> Se
                 row.interval_form,
                 interval_selects_ffn=row.ffn_interval.startswith("every"),
                 trainer_ffn_scope=True,
-                offloading=Offloading.HOOKS,
+                offloading=Offloading.KERNEL if row.offload_scope == KERNEL_ONLY else Offloading.HOOKS,
                 copies_out_overlap=True,
             )
 
@@ -240,8 +240,7 @@ def _simpletuner(family: str, row: TrainerSupport, schedule: Schedule) -> Verdic
         backend = Backend.TORCH
     if schedule.offload_attention and row.offload_scope == KERNEL_ONLY:
         notes.append(
-            f"SimpleTuner offloads only what the attention kernel saves for {family}; this estimate moves all that the attention "
-            "module saves, so it is low"
+            f"SimpleTuner offloads only what the attention kernel saves for {family}, not what the projections around it do"
         )
     effective = Schedule(
         backend, interval, stride, schedule.offload_attention, schedule.pin_memory_max_buckets, schedule.prefetch

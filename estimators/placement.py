@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from estimators.schedule import Offloading, Resolution, Unit
-from probes.tape import NEVER, Call, Flags, Ints, Tape
+from probes.tape import ATTENTION, NEVER, Call, Flags, Ints, Tape
 
 
 class SimulationError(RuntimeError):
@@ -180,6 +180,22 @@ class Placement:
             calls = (call for name in resolution.offloaded_attention for call in self.tape.calls.get(name, ()))
         for call in calls:
             low, high = np.searchsorted(self.tape.saved_at, (call.start, call.end))
+            found[low:high] = True
+        if resolution.offloading is Offloading.KERNEL:
+            found &= self._kernel_saves()
+        return found
+
+    def _kernel_saves(self) -> Flags:
+        """What attention kernels themselves save: the unbroken runs of saved tensors just before and just after each."""
+        found = np.zeros(len(self.tape.saved_at), bool)
+        saved = self.tape.saved_at
+        for at in self.tape.op_at[self.tape.op_kind == ATTENTION]:
+            middle = int(np.searchsorted(saved, at))
+            low = high = middle
+            while low > 0 and saved[low - 1] == at - (middle - low) - 1:
+                low -= 1
+            while high < len(saved) and saved[high] == at + (high - middle) + 1:
+                high += 1
             found[low:high] = True
         return found
 

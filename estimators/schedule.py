@@ -97,6 +97,8 @@ class Offloading(StrEnum):
     HOOKS = "hooks"
     """Every saved tensor with a history is copied when it is saved, for each checkpoint that takes it and again when recomputation
     saves it; copies back are waited for."""
+    KERNEL = "kernel"
+    """As HOOKS; of attention only what its kernel saves, and not what the projections around it do."""
     BUNDLED = "bundled"
     """A storage is copied once. What attention saves moves at the end of its block, where nothing else holds it; recomputation takes
     attention's results from the host instead of running it. Copies run beside the computation, back one group early."""

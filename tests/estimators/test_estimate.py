@@ -18,7 +18,7 @@ from estimators.calibration import Band, Bands, bands_for, kind
 from estimators.devices import Device, DeviceKind, cpu_device, find_gpu
 from estimators.estimate import GIB, Estimate, Estimator, Semantics
 from estimators.memory import Replay
-from estimators.schedule import Backend, Schedule
+from estimators.schedule import Backend, Offloading, Schedule
 from probes.profile import Profile
 from probes.target import Target
 from probes.traced import trace
@@ -312,3 +312,18 @@ def test_without_the_devices_rates_there_is_memory_but_no_time(profile: Profile,
     assert found.peak > 0
     entry = found.to_json()
     assert entry["step_seconds"] is entry["step_seconds_low"] is entry["recompute_seconds"] is None
+
+
+def test_what_the_attention_kernel_saves_is_a_part_of_what_attention_saves(profile: Profile, replay: Replay) -> None:
+    schedule = Schedule(offload_attention=True)
+    found = {}
+    for how in (Offloading.HOOKS, Offloading.KERNEL):
+        e = estimator(profile, replay, semantics=Semantics(offloading=how))
+        found[how] = e.replay.run(e.semantics.resolve(schedule, profile), e.resident)
+    kernel, hooks = found[Offloading.KERNEL], found[Offloading.HOOKS]
+    assert 0 < kernel.to_host < hooks.to_host
+    width, blocks = 3840 * 2, 34
+    tokens = 16 * 16 + 32
+    # query, key, value and result of every block (the refiners see fewer tokens)
+    assert 4 * tokens * width * 30 < kernel.to_host <= 4 * tokens * width * blocks
+    assert hooks.peak < kernel.peak
