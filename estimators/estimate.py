@@ -122,13 +122,26 @@ class Measure:
     step_seconds: float | None
 
 
+def usable_reserved(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Of stored allocator results those that can be read: bytes, or bytes and whether memory ran out; the others are left out."""
+
+    def size(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 2**60
+
+    def pair(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and size(value[0]) and type(value[1]) is bool
+
+    # A key with one part more is of a simulation at a card's capacity.
+    return {k: v for k, v in stored.items() if (pair(v) if k.count("|") == 4 else size(v))}
+
+
 class Estimator:
     """Estimates many schedules of one profile on one device.
 
     Args:
         headroom: bytes to leave free on the device.
         host_ram: bytes that offloading may use on the host; None: not checked.
-        reserved_cache: results of earlier allocator simulations, read and added to (keys are opaque).
+        reserved_cache: results of earlier allocator simulations (`usable_reserved`), read and added to.
         replay: of another estimator for the same tape and kind of device, whose simulations are then used again.
     """
 
@@ -278,28 +291,26 @@ class Estimator:
             return memory.peak, False, []
         what = schedule.name if schedule.actions is None else ",".join(schedule.actions)
         key = f"{what}|{self.semantics}|{self.profile.workload.optimizer}|{self.resident.workspace}"
-        if key not in self.reserved_cache:
-            self.reserved_cache[key] = self._simulate(resolution, None)[0]
-        reserved = int(self.reserved_cache[key])
+        notes = []
+        reserved = self.reserved_cache.get(key)
+        if reserved is None or reserved < memory.peak:
+            if reserved is not None:
+                notes.append("a stored result of the allocator was below the peak; it is made anew")
+            reserved = self.reserved_cache[key] = self._simulate(resolution, None)[0]
         if reserved <= self.capacity:
-            return reserved, True, []
+            return reserved, True, notes
         capped_key = f"{key}|{self.capacity}"
-        if capped_key not in self.reserved_cache:
-            self.reserved_cache[capped_key] = list(self._simulate(resolution, self.capacity))
-        capped, failed = self.reserved_cache[capped_key]
+        capped, failed = self.reserved_cache.get(capped_key, (-1, False))
+        if capped < 0 or (not failed and not memory.peak <= capped <= self.capacity):
+            capped, failed = self._simulate(resolution, self.capacity)
+            self.reserved_cache[capped_key] = [capped, failed]
         if failed:
-            return (
-                reserved,
-                False,
-                [
-                    "the allocator's fragmentation does not leave room; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps"
-                ],
+            notes.append(
+                "the allocator's fragmentation does not leave room; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps"
             )
-        return (
-            int(capped),
-            True,
-            ["fits only because the allocator gives cached memory back and tries again, which costs time"],
-        )
+            return reserved, False, notes
+        notes.append("fits only because the allocator gives cached memory back and tries again, which costs time")
+        return capped, True, notes
 
     def _simulate(self, resolution: Resolution, cap: int | None) -> tuple[int, bool]:
         """(reserved peak, out of memory) of one step of the caching allocator, weights and states allocated first."""
