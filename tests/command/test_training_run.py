@@ -233,12 +233,12 @@ class _Memory:
         self.hooked: set[int] = set()
         self.number = 0
 
-    def apply(self, model: Any, schedule: Any) -> Any:
+    def apply(self, model: Any, schedule: Any, **more: Any) -> Any:
         if id(model) not in self.hooked:
             self.hooked.add(id(model))
             block = model.transformer_blocks[2]
             block.register_forward_pre_hook(self.hook)
-        return self.real(model, schedule)
+        return self.real(model, schedule, **more)
 
     def hook(self, module: Any, args: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
