@@ -19,6 +19,8 @@ from typing import Any
 import platformdirs
 
 from probes import resources
+from probes.profile import Profile
+from probes.tape import CONVOLUTION
 from probes.workload import Workload
 
 FORMAT = 1
@@ -27,6 +29,8 @@ WIDEST = 0.35
 WIDEST_LOG = 20.0
 """No logarithm of measured over estimated in a file is larger."""
 NARROWEST = 0.005
+CONVOLUTIONAL = 0.1
+"""Share of a step's operations that convolutions take in a U-Net, and in no transformer."""
 FEATURES = 4
 LARGEST_RESIDUAL = 0.3
 """A residual moves no time by more (as a logarithm)."""
@@ -247,14 +251,24 @@ def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[-1]
 
 
-def kind(workload: Workload) -> str:
+def job_kind(profile: Profile) -> str:
     """The kind of job whose residuals make its band."""
+    tape = profile.tape
+    work = float(tape.op_flops.sum())
+    convolutions = float(tape.op_flops[tape.op_kind == CONVOLUTION].sum())
+    return kind(profile.workload, convolutional=convolutions > CONVOLUTIONAL * work)
+
+
+def kind(workload: Workload, *, convolutional: bool) -> str:
+    """The kind of job, for a model of which it is known whether convolutions are a good part of its work."""
     if workload.weights_offload != "none":
         return "offloaded weights"
     if workload.precision in ("bf16", "bf16-upcast", "fp16", "fp32"):
         base = "float base"
     else:
         base = "dynamically quantised base" if workload.precision == "fp8-torchao" else "quantised base"
+    if convolutional:
+        return f"convolutional model, {base}"
     return f"{'lokr' if workload.adapter == 'lokr' else 'lora'}, {base}"
 
 

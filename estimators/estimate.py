@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from estimators import allocator, calibration, optimizers
-from estimators.calibration import Bands, bands_for, kind
+from estimators.calibration import Bands, bands_for, job_kind
 from estimators.devices import Device, DeviceKind
 from estimators.memory import Memory, Replay, Resident, exact
 from estimators.schedule import IntervalForm, Offloading, Resolution, Schedule, resolve
@@ -19,6 +19,9 @@ from estimators.step_time import Clock, StepTime
 from probes.profile import Profile
 
 GIB = 2**30
+
+
+RETRIES = "fits only because the allocator gives cached memory back and tries again, which costs time"
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,7 @@ class Estimator:
         self.profile, self.device, self.semantics = profile, device, semantics
         self.headroom, self.host_ram = headroom, host_ram
         self.on_cpu = device.kind is DeviceKind.CPU
+        self.kind = job_kind(profile)
         self.card = calibration.card(device.name)
         self.bands = bands or self._bands()
         self._residual = calibration.current()[0].time_residual if clock is None and not self.on_cpu else ()
@@ -171,7 +175,7 @@ class Estimator:
         self.reserved_cache = reserved_cache if reserved_cache is not None else {}
 
     def _bands(self) -> Bands:
-        general = bands_for(kind(self.profile.workload))
+        general = bands_for(self.kind)
         if self.card is None:
             return general
         return dataclasses.replace(
@@ -232,13 +236,16 @@ class Estimator:
         time = self._time(memory)
         reserved, fits, more = self._reserved(schedule, resolution, memory)
         low, high = self.bands.peak(memory.peak)
-        probability = self.bands.fits(memory.peak, self.capacity)
+        # what the allocator reserves beyond the peak is not free for a peak that turns out higher
+        probability = self.bands.fits(memory.peak, self.capacity - max(0, reserved - memory.peak))
+        if RETRIES in more:
+            probability = min(probability, 0.9)
         if not fits:
             probability = min(probability, 0.5)  # the peak alone may fit where the allocator cannot place it
         all_notes = [*notes, *resolution.notes, *more]
         if self.bands.unreliable:
             all_notes.append(
-                f"a rough guess: some published rows of this kind of job ({kind(self.profile.workload)}) lie outside any useful band"
+                f"a rough guess: some published rows of this kind of job ({self.kind}) lie outside any useful band"
             )
         host = memory.host_peak + self.profile.host_weight_bytes
         if fits and self.host_ram is not None and host > self.host_ram:
@@ -267,7 +274,7 @@ class Estimator:
             return {}
         total = time.total
         if self._residual:
-            quantised = "quantised" in kind(self.profile.workload)
+            quantised = "quantised" in self.kind
             features = calibration.step_features(time.gpu, time.host, time.recompute, time.copies, quantised)
             moved = self._residual[0] + sum(c * f for c, f in zip(self._residual[1:], features, strict=True))
             total *= math.exp(max(-calibration.LARGEST_RESIDUAL, min(calibration.LARGEST_RESIDUAL, moved)))
@@ -309,7 +316,7 @@ class Estimator:
                 "the allocator's fragmentation does not leave room; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps"
             )
             return reserved, False, notes
-        notes.append("fits only because the allocator gives cached memory back and tries again, which costs time")
+        notes.append(RETRIES)
         return capped, True, notes
 
     def _simulate(self, resolution: Resolution, cap: int | None) -> tuple[int, bool]:

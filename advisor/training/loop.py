@@ -298,7 +298,9 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
     """The workload that really runs; differences to the planned one go to the notes."""
     planned = plan.workload
     if pretrained is None:
-        notes.append("base weights are random: this run shows memory, speed and a falling loss, not a usable adapter")
+        notes.append(
+            "base weights are random: this run shows memory and speed; its losses mean nothing and its adapter is of no use"
+        )
     if not use_cuda and pretrained is None:
         workload = reduced_copy(planned)
         notes.append(
