@@ -16,7 +16,7 @@ from decision_rules.optimum import optimum
 from decision_rules.support import Executor, Verdict, candidates, check, semantics
 from estimators import calibration, devices
 from estimators.devices import Device, DeviceKind
-from estimators.estimate import GIB, Estimate, Estimator, usable_reserved
+from estimators.estimate import GIB, Estimate, Estimator
 from estimators.memory import Replay
 from estimators.schedule import Schedule
 from probes import outside, store
@@ -266,14 +266,8 @@ class Session:
         """(warnings about the profile, an estimator, what stores its allocator simulations)."""
         key, profile, warnings = self._profile(workload, device)
         cache_name = f"{store.key(workload, profile.target, profile.source)}.reserved.json"
-        trouble: list[str] = []
-        stored = store.read_small(cache_name, trouble.append)
-        reserved = usable_reserved(stored)
-        if lost := len(stored) - len(reserved):
-            trouble.append(
-                f"{lost} entries of the stored file {store.cache_folder() / cache_name} are not valid and left aside"
-            )
-        before = dict(reserved)
+        reserved = store.read_small(cache_name)
+        known = len(reserved)
         estimator = Estimator(
             profile,
             device,
@@ -286,10 +280,10 @@ class Session:
         self._replays[key] = estimator.replay
 
         def save() -> None:
-            if reserved != before or trouble:
+            if len(reserved) != known:
                 store.write_small(cache_name, reserved)
 
-        return (*warnings, *trouble), estimator, save
+        return warnings, estimator, save
 
     def _plan(
         self,

@@ -19,6 +19,7 @@ from probes import catalogue
 from probes.workload import (
     ADAPTERS,
     ATTENTION,
+    COMPILE,
     EXECUTORS,
     OPTIMIZERS,
     PRECISIONS,
@@ -258,12 +259,7 @@ FuseQkv = Annotated[
 ]
 Compile = Annotated[
     str | None,
-    _option(
-        "--compile",
-        panel=EXECUTION,
-        metavar="KIND",
-        text="torch.compile: none (regional is not estimated yet). Default: none.",
-    ),
+    _option("--compile", panel=EXECUTION, metavar="KIND", text=f"torch.compile: {', '.join(COMPILE)}. Default: none."),
 ]
 WeightsOffload = Annotated[
     str | None,
@@ -271,7 +267,7 @@ WeightsOffload = Annotated[
         "--weights-offload",
         panel=EXECUTION,
         metavar="KIND",
-        text="Keep base weights on the host: none or ramtorch (blocks:N is not estimated yet). Default: none.",
+        text="Keep base weights on the host: none, ramtorch, blocks:N. Default: none.",
     ),
 ]
 ExecutorName = Annotated[
@@ -323,7 +319,7 @@ AsJson = Annotated[
 ExportFile = Annotated[
     str | None,
     _option(
-        "--export", panel=OUTPUT, metavar="FILE", text="Write the recommended schedule as SimpleTuner's JSON keys."
+        "--export", panel=OUTPUT, metavar="FILE", text="Write the recommended schedule as the trainer's JSON keys."
     ),
 ]
 PlanFile = Annotated[

@@ -32,6 +32,12 @@ class HostCopy:
     fetches: list[Fetch]
     is_original: bool = True
     """False: another group made the copy."""
+    restored: int = 0
+    """Bytes that it takes on the device when it comes back, where its gaps come back too; 0: as many as on the host."""
+
+    @property
+    def device_size(self) -> int:
+        return max(self.size, self.restored)
 
 
 @dataclass
@@ -44,6 +50,20 @@ class Fetch:
     group: int
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a storage that is copied by itself."""
+
+    size: int
+    """Bytes on the host."""
+    restored: int
+    """Bytes on the device."""
+    saves: list[int]
+    """Its saved tensors."""
+    returned: bool
+    """A result of a skipped call is in it."""
+
+
 class AttentionCopies:
     """The storages that attention offload moves, for one placement."""
 
@@ -53,7 +73,7 @@ class AttentionCopies:
         """Saved tensors that wait on the host."""
         self.returned: dict[int, int] = {}
         """Results of skipped calls: storage -> number of the call."""
-        self._result_bytes: dict[int, int] = {}
+        self._result_views: dict[int, list[int]] = {}
         self.let_go: dict[int, int] = {}
         """Storages that moved: end of the block."""
         if place.calls:
@@ -69,10 +89,10 @@ class AttentionCopies:
         for i, call in enumerate(p.calls):
             if call.unit < 0:
                 continue
-            for sid, size in call.results:
+            for sid, view in call.results:
                 if t.birth[sid] > call.start and t.death[sid] <= call.block_end:
                     self.returned[sid] = i
-                    self._result_bytes[sid] = self._result_bytes.get(sid, 0) + size
+                    self._result_views.setdefault(sid, []).append(view)
         saved_until = block_ends[which]
         sids = t.saved_storage[pending]
         if not len(sids) and not self.returned:
@@ -96,13 +116,13 @@ class AttentionCopies:
         np.maximum.at(last, t.saved_storage[others], t.released_at[others])
         for u, made in enumerate(p.units):
             if p.finish_[u] >= 0 and not made.offload_inputs:
-                for sid, _, _ in made.arguments:
+                for sid, *_ in made.arguments:
                     first[sid] = min(first[sid], made.start)
                     last[sid] = max(last[sid], int(p.finish_[u]))
         return held | ((first[sids] <= at) & (last[sids] > at))
 
     def copies(self) -> list[HostCopy]:
-        """One entry a storage."""
+        """The copies of every storage that moves, storage by storage."""
         p, t = self.place, self.place.tape
         by_storage: dict[int, list[int]] = {sid: [] for sid in self.let_go}
         for i in np.flatnonzero(self.moved):
@@ -111,26 +131,66 @@ class AttentionCopies:
         for i in np.flatnonzero(np.isin(t.saved_storage, list(self.returned)) & (p.saved_unit >= 0)):
             sid = int(t.saved_storage[i])
             downstream[sid] = max(downstream.get(sid, 0), int(t.released_at[i]))
-        return [self._copy(sid, saves, downstream.get(sid, 0)) for sid, saves in by_storage.items()]
+        return [
+            self._copy(sid, piece, downstream.get(sid, 0))
+            for sid, saves in by_storage.items()
+            for piece in self._pieces(saves, self._result_views.get(sid, []))
+        ]
 
-    def _copy(self, sid: int, saves: list[int], downstream: int) -> HostCopy:
+    def _pieces(self, saves: list[int], results: list[int]) -> list[_Piece]:
+        """What of a storage is copied together: the stretch that holds all its views, or view by view where less is copied so."""
+        t = self.place.tape
+        members: dict[int, list[int]] = {}
+        for i in saves:
+            members.setdefault(int(t.saved_view[i]), []).append(i)
+        for view in results:
+            members.setdefault(view, [])
+        pieces = []
+        for kind in dict.fromkeys(int(t.view_type[v]) for v in members):
+            views = [v for v in members if t.view_type[v] == kind]
+            low = min(int(t.view_start[v]) for v in views)
+            high = max(int(t.view_start[v] + t.view_extent[v]) for v in views)
+            if high - low <= sum(int(t.view_bytes[v]) for v in views):
+                together = [i for v in views for i in members[v]]
+                pieces.append(_Piece(high - low, high - low, together, any(v in results for v in views)))
+            else:
+                pieces += [_Piece(int(t.view_bytes[v]), int(t.view_extent[v]), members[v], v in results) for v in views]
+        return pieces
+
+    def _copy(self, sid: int, piece: _Piece, downstream: int) -> HostCopy:
         p, t = self.place, self.place.tape
-        end = self.let_go[sid]
-        size = int(t.size[sid])
+        end, saves = self.let_go[sid], piece.saves
         released = max((int(t.released_at[i]) for i in saves), default=0)
         asked = min((int(t.unpacked_at[i]) for i in saves), default=int(NEVER))
         until = _new(p, released)
         start = _new(p, asked) if asked < NEVER else None
         host = released
-        if sid in self.returned:
+        if piece.returned:
             call = p.calls[self.returned[sid]]
             host = max(released, int(p.finish_[call.unit]))
             if p.replayed_[call.unit] and p.stop_[call.unit] > call.end:
                 start = p.replay_of(call.unit, call.end)
                 until = max(until, p.replay_of(call.unit, int(t.death[sid])), _new(p, downstream), start + 1)
-        size = min(size, sum(int(t.saved_bytes[i]) for i in saves) + self._result_bytes.get(sid, 0))
         fetches = [] if start is None else [Fetch(start, until, end)]
-        return HostCopy(sid, size, end, _new(p, end), _new(p, host), fetches)
+        return HostCopy(sid, piece.size, end, _new(p, end), _new(p, host), fetches, restored=piece.restored)
+
+    def in_turn(self, copies: Sequence[HostCopy]) -> list[tuple[int, int]]:
+        """(new position, bytes) at which, where host and device are one memory, more is held for a moment than before or after: a
+        block's storages are copied one after the other, each before its original is let go."""
+        size = self.place.tape.size
+        blocks: dict[int, dict[int, int]] = {}
+        for copy in copies:
+            storages = blocks.setdefault(copy.copied, {})
+            storages[copy.storage] = storages.get(copy.storage, 0) + copy.size
+        found = []
+        for moment, storages in blocks.items():
+            held = most = 0
+            for sid, copied in storages.items():
+                held += copied
+                most = max(most, held)
+                held -= int(size[sid])
+            found.append((moment, most - held))
+        return found
 
 
 def _new(place: Placement, position: int) -> int:

@@ -22,8 +22,8 @@ from probes.tape import NEVER, Ints
 __all__ = ["Memory", "Replay", "Resident", "SimulationError", "Span", "exact"]
 
 RNG_STATE_BYTES = 5056
-"""The CPU generator's state, stored on the host for every module in a checkpoint (torch.get_rng_state), and behind every skipped
-attention with dropout."""
+"""The CPU generator's state, stored on the host for every module in a checkpoint (torch.get_rng_state), once more while a checkpoint
+is replayed, and behind every skipped attention with dropout."""
 
 
 @dataclass(frozen=True)
@@ -225,16 +225,16 @@ class _Step:
         """Lets every unit hold its arguments (raising `death`) or copy them to the host; returns the copied pairs."""
         p = self.place
         self._copied: list[HostCopy] = []
-        on_host: list[tuple[int, int, int, int]] = []
+        on_host: list[tuple[int, int, int, int, int]] = []
         held: list[tuple[int, int]] = []
         states: list[tuple[int, int, int]] = []
         for u, made in enumerate(p.units):
             finish = int(p.finish_[u])
             if finish < 0:
                 continue
-            for sid, movable, size in made.arguments:
+            for sid, movable, size, extent in made.arguments:
                 if made.offload_inputs and movable:
-                    on_host.append((u, sid, made.start, size))
+                    on_host.append((u, sid, made.start, size, extent))
                 else:
                     held.append((sid, finish))
             states.append((made.start, finish, RNG_STATE_BYTES * len(made.modules)))
@@ -248,6 +248,8 @@ class _Step:
         if self.resident.device_is_host and states:
             starts, finishes, sizes = np.array(states, np.int64).T
             self.host.add(p.new(starts), p.new(finishes), sizes)
+            begin, length = p.replay_start_[p.replayed_], p.length_[p.replayed_]
+            self.host.add(begin, begin + length, np.full(len(begin), RNG_STATE_BYTES, np.int64))
         if p.bundled:
             self._copy_once(on_host)
         if not on_host:
@@ -257,16 +259,17 @@ class _Step:
             self._inputs_on_host(copies)
         return self._pair(copies[:, 0], copies[:, 1])
 
-    def _copy_once(self, on_host: list[tuple[int, int, int, int]]) -> None:
-        """Everything that our runtime moves: checkpoint inputs (rows of unit, storage, start, bytes) and attention's."""
+    def _copy_once(self, on_host: list[tuple[int, int, int, int, int]]) -> None:
+        """Everything that our runtime moves: checkpoint inputs (rows of unit, storage, start, bytes, bytes with gaps) and attention's."""
         p = self.place
         found = self._chosen.copies()
-        known = {(c.storage, 0): c for c in found}
+        in_turn = self._chosen.in_turn(found)
+        known = {(c.storage, 0): c for c in found if c.restored <= c.size}
         views: dict[tuple[int, int], int] = {}
         uses = np.full(len(p.units) * len(self.size), -1, np.int64) if on_host else np.zeros(0, np.int64)
         if on_host:
             np.maximum.at(uses, self._pair(self._unit, self._storage), self._release)
-        for u, sid, start, size in on_host:
+        for u, sid, start, size, extent in on_host:
             at, finish = (int(x) for x in p.new(np.array([start, p.finish_[u]])))
             fetches = []
             if p.replayed_[u]:
@@ -278,7 +281,7 @@ class _Step:
             copy = known.get((sid, nth))
             if copy is None or copy.size < size:
                 # the original goes when Python lets go of it
-                known[sid, nth] = HostCopy(sid, size, start, at, finish, fetches)
+                known[sid, nth] = HostCopy(sid, size, start, at, finish, fetches, restored=extent)
                 found.append(known[sid, nth])
                 continue
             copy.copied, copy.released = min(copy.copied, at), max(copy.released, finish)
@@ -287,18 +290,14 @@ class _Step:
             run_ahead(found)
         self._copied = found
         if self.resident.device_is_host:
-            # a block's storages are copied one after the other, each before its original is let go
-            largest: dict[int, int] = {}
-            for c in found:
-                largest[c.copied] = max(largest.get(c.copied, 0), c.size)
-            moments = np.array(list(largest), np.int64)
-            self.host.add(moments, moments + 1, np.array(list(largest.values()), np.int64))
+            moments, extra = np.array(in_turn, np.int64).reshape(-1, 2).T
+            self.host.add(moments, moments + 1, extra)
         rows = np.array([(c.copied, c.released, c.size) for c in found], np.int64).reshape(-1, 3)
         self.host.add(rows[:, 0], rows[:, 1], rows[:, 2])
-        back = np.array([(f.start, f.end, c.size) for c in found for f in c.fetches], np.int64).reshape(-1, 3)
+        back = np.array([(f.start, f.end, c.device_size) for c in found for f in c.fetches], np.int64).reshape(-1, 3)
         self.device.add(back[:, 0], back[:, 1], self.counted(back[:, 2]))
         self.traffic.to_host += int(rows[:, 2].sum())
-        self.traffic.from_host += int(back[:, 2].sum())
+        self.traffic.from_host += sum(c.size * len(c.fetches) for c in found)
         self.traffic.tensors += len(found)
         self.traffic.groups = max(1, len({f.group for c in found for f in c.fetches}))
 
@@ -306,10 +305,10 @@ class _Step:
         """Host copies of checkpoint inputs, and the device copies that recomputation makes of them.
 
         Args:
-            copies: rows of (unit, storage, start of the call, bytes).
+            copies: rows of (unit, storage, start of the call, bytes, bytes with gaps: these copies have none).
         """
         p = self.place
-        unit, sid, start, size = copies.T
+        unit, sid, start, size, _ = copies.T
         self.host.add(p.new(start), p.new(p.finish_[unit]), size)
         self.traffic.to_host += int(size.sum())
         self.traffic.tensors += len(size)

@@ -30,8 +30,9 @@ class Checkpoint:
     """When each of its modules is called."""
     ranges: tuple[tuple[int, int], ...]
     """[start, end) of each of its modules in the forward pass."""
-    arguments: tuple[tuple[int, bool, int], ...]
-    """(storage, movable, bytes) of the tensors that it holds. Two views of one storage are two entries."""
+    arguments: tuple[tuple[int, bool, int, int], ...]
+    """(storage, movable, bytes, bytes with the gaps between its elements) of the tensors that it holds. Two views of one storage are
+    two entries."""
 
 
 def checkpoints(tape: Tape, unit: Unit) -> list[Checkpoint]:
@@ -59,7 +60,8 @@ def checkpoints(tape: Tape, unit: Unit) -> list[Checkpoint]:
 def _checkpoint(tape: Tape, unit: Unit, group: Sequence[tuple[Call, int]]) -> Checkpoint:
     first, module = group[0][0], unit.modules[group[0][1]]
     start = first.start
-    arguments = list(zip(first.arguments, first.movable, first.argument_bytes, strict=True))
+    extents = [int(tape.view_extent[v]) for v in first.argument_views]
+    arguments = list(zip(first.arguments, first.movable, first.argument_bytes, extents, strict=True))
     if unit.from_child is not None:
         name = f"{module}.{unit.from_child}"
         inside = [c.start for c in tape.calls.get(name, ()) if first.start <= c.start < first.end]
@@ -70,7 +72,7 @@ def _checkpoint(tape: Tape, unit: Unit, group: Sequence[tuple[Call, int]]) -> Ch
         given = set(first.arguments)
         arguments = [entry for entry in arguments if entry[0] in reads]
         arguments += [
-            (sid, True, int(tape.size[sid]))
+            (sid, True, int(tape.size[sid]), int(tape.size[sid]))
             for sid in reads
             if sid not in given and first.start <= tape.birth[sid] < first.end
         ]
@@ -105,7 +107,7 @@ class AttentionCall:
     arguments: tuple[int, ...]
     """Storages."""
     results: tuple[tuple[int, int], ...]
-    """(storage, bytes) of what it returned."""
+    """(storage, view) of what it returned."""
     unit: int
     """Unit whose recomputation skips it, or -1."""
 
@@ -145,7 +147,7 @@ class Placement:
             for around in self.tape.calls.get(block, ()):
                 for call in self.tape.calls.get(name, ()):
                     if around.start <= call.start < around.end:
-                        results = tuple(zip(call.results, call.result_bytes, strict=True))
+                        results = tuple(zip(call.results, call.result_views, strict=True))
                         unit = owner.get((block, around.start), -1)
                         found.append(AttentionCall(call.start, call.end, around.end, call.arguments, results, unit))
         return sorted(found, key=lambda c: c.start)

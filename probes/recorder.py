@@ -7,6 +7,7 @@ allocates and frees inside. It does not see memory outside operators: library wo
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, NEVER, REDUCTION, Call, Tape
+from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, NEVER, REDUCTION, Call, Ints, Tape
 
 _NO_KERNEL = {
     "aten::empty",
@@ -172,6 +173,8 @@ class Recorder(TorchDispatchMode):
         self.released_at: list[int] = []
         self.saved_movable: list[bool] = []
         self.saved_bytes: list[int] = []
+        self.saved_view: list[int] = []
+        self._views: dict[tuple[Any, ...], int] = {}
         self.op_at: list[int] = []
         self.op_kind: list[int] = []
         self.op_flops: list[float] = []
@@ -216,6 +219,22 @@ class Recorder(TorchDispatchMode):
             self._resident(storage, key)
             return -1
         return sid
+
+    def _view(self, tensor: torch.Tensor) -> int:
+        """The row of a tensor's view."""
+        key = (tensor.storage_offset(), tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype)
+        return self._views.setdefault(key, len(self._views))
+
+    def _view_columns(self) -> dict[str, Ints]:
+        types: dict[torch.dtype, int] = {}
+        rows = []
+        for offset, size, stride, dtype in self._views:
+            extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
+            occupied = min(extent, math.prod(size))
+            width = dtype.itemsize
+            rows.append((offset * width, extent * width, occupied * width, types.setdefault(dtype, len(types))))
+        columns = np.array(rows, np.int64).reshape(-1, 4).T
+        return dict(zip(("view_start", "view_extent", "view_bytes", "view_type"), columns, strict=True))
 
     # operators --------------------------------------------------------------------------------------------------------
 
@@ -285,6 +304,7 @@ class Recorder(TorchDispatchMode):
             self.released_at.append(0)
             self.saved_movable.append(tensor.grad_fn is not None)
             self.saved_bytes.append(tensor.numel() * tensor.element_size())
+            self.saved_view.append(self._view(tensor))
             ticket = _Ticket(self, index, tensor, sid < 0)
             if self.keep_values and sid >= 0 and tensor.device.type == "cpu" and not tensor.is_floating_point():
                 ticket.values = self._copy(tensor)
@@ -347,6 +367,7 @@ class Recorder(TorchDispatchMode):
                     tuple(sids[i] for i in keep),
                     tuple(tensors[i].grad_fn is not None for i in keep),
                     tuple(tensors[i].numel() * tensors[i].element_size() for i in keep),
+                    argument_views=tuple(self._view(tensors[i]) for i in keep),
                 )
             )
             if reads_from:
@@ -356,9 +377,15 @@ class Recorder(TorchDispatchMode):
             self.now += 1
             calls, at = self.calls[name], running.pop()
             returned = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-            results = [(sid, t.numel() * t.element_size()) for t in returned if (sid := self._sid(t)) >= 0]
+            results = [
+                (sid, t.numel() * t.element_size(), self._view(t)) for t in returned if (sid := self._sid(t)) >= 0
+            ]
             calls[at] = dataclasses.replace(
-                calls[at], end=self.now, results=tuple(s for s, _ in results), result_bytes=tuple(n for _, n in results)
+                calls[at],
+                end=self.now,
+                results=tuple(s for s, _, _ in results),
+                result_bytes=tuple(n for _, n, _ in results),
+                result_views=tuple(v for _, _, v in results),
             )
             if reads_from:
                 _, found, _ = self._reading.pop(f"{name}@{reads_from}")
@@ -397,6 +424,8 @@ class Recorder(TorchDispatchMode):
             released_at=np.array(released, np.int64),
             saved_movable=np.array(self.saved_movable, bool),
             saved_bytes=np.array(self.saved_bytes, np.int64),
+            saved_view=np.array(self.saved_view, np.int64),
+            **self._view_columns(),
             op_at=np.array(self.op_at, np.int64),
             op_kind=np.array(self.op_kind, np.int8),
             op_flops=np.array(self.op_flops, np.float64),

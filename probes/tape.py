@@ -40,6 +40,10 @@ class Call:
     results: tuple[int, ...] = ()
     """Storages of the tensors that it returned."""
     result_bytes: tuple[int, ...] = ()
+    result_views: tuple[int, ...] = ()
+    """For each: which view of its storage it is, a row of the tape's `view_...` columns."""
+    argument_views: tuple[int, ...] = ()
+    """The same of the arguments."""
 
 
 @dataclass
@@ -68,6 +72,18 @@ class Tape:
     """The tensor carried a grad_fn when it was saved."""
     saved_bytes: Ints
     """Bytes of the saved tensor itself."""
+    saved_view: Ints
+    """Which view of its storage it is, a row of the columns below."""
+
+    # views: distinct (offset, shape, strides, type), whatever the storage
+    view_start: Ints
+    """Bytes from the storage's beginning."""
+    view_extent: Ints
+    """Bytes from its first to behind its last element."""
+    view_bytes: Ints
+    """Bytes that it occupies: gaps do not count, and of an expanded view each element once."""
+    view_type: Ints
+    """Equal for views of one dtype."""
 
     # kernels
     op_at: Ints

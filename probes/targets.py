@@ -211,6 +211,30 @@ def _round(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
+def cpu_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> int:
+    """Bytes that PyTorch's attention kernels for the CPU allocate and free inside (ATen's FlashAttentionKernel.cpp).
+
+    They work on tiles of 32, 64 or 256 queries by up to 512 keys. Forward: for each thread a tile of scores, two rows of statistics
+    and the tile's output. Backward: for each thread two tiles, one row of sums, and a contiguous copy of the output's gradient where
+    its layout differs from the inputs'. Tiles of half precision are also copied to that precision.
+    """
+    name = func._schema.name
+    if "flash_attention_for_cpu" not in name:
+        return 0
+    backward = name.endswith("_backward")
+    q, k = args[1:3] if backward else args[:2]
+    length, size = int(q.shape[2]), int(q.shape[3])
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    keys, threads = min(512, int(k.shape[2])), torch.get_num_threads()
+    half = 2 if q.dtype in (torch.bfloat16, torch.float16) else 0
+    if not backward:
+        return threads * (4 * rows * (keys + 2 + size) + half * rows * keys)
+    gradient = args[0]
+    copied = not gradient.transpose(1, 2).is_contiguous()
+    copy = gradient.numel() * gradient.element_size() if copied else 0
+    return threads * 2 * rows * keys * (4 + half) + 4 * rows + copy
+
+
 def cuda_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> int:
     """Bytes that a CUDA kernel takes from the allocator and gives back before it returns.
 

@@ -28,7 +28,7 @@ from probes.step import forward_loss
 from probes.store import versions
 from probes.structure import Block, Chain, Structure
 from probes.target import Target
-from probes.targets import CudaFunctions, cuda_scratch
+from probes.targets import CudaFunctions, cpu_scratch, cuda_scratch
 from probes.workload import Workload, WorkloadError
 
 
@@ -88,10 +88,6 @@ def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile
     if (facts := quantized.table().get(workload.precision)) is not None:
         notes.append(
             f"{facts.precision}: {facts.note}; its kernels are not traced but described, so time and peak are less sure"
-        )
-    if workload.adapter == "lokr" and (targets := build.lokr_targets(base, workload)) != workload.lora_targets:
-        notes.append(
-            f"LoKr goes into {', '.join(targets)}: the model has no {' or '.join(workload.lora_targets)} class"
         )
     uneven = False
     for chosen, way in attempts:
@@ -156,7 +152,7 @@ def _trace(
     counted_devices = {META: ("meta",), VALUES: ("meta", "cpu")}.get(way, ("cpu",))
     recorder = Recorder(
         counted_devices,
-        cuda_scratch if target.kind == "cuda" else None,
+        cuda_scratch if target.kind == "cuda" else cpu_scratch,
         keep_values=known_values,
     )
     names = {thinning.original_name(n, kept): n for n, _ in model.named_modules()}

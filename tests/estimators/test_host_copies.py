@@ -9,8 +9,9 @@ import pytest
 from advisor.verification import compare_on_cpu
 from estimators.devices import cpu_device, find_gpu
 from estimators.estimate import Estimator, Semantics
-from estimators.host_copies import Fetch, HostCopy, run_ahead
-from estimators.schedule import Backend, Offloading, Schedule
+from estimators.host_copies import AttentionCopies, Fetch, HostCopy, run_ahead
+from estimators.placement import Placement
+from estimators.schedule import Backend, Offloading, Schedule, resolve
 from probes.profile import Profile
 from probes.target import Target
 from probes.traced import trace
@@ -65,14 +66,27 @@ def test_on_a_gpu_offloading_lowers_the_peak_of_what_keeps_everything() -> None:
     assert estimator.measure(ATTENTION[0]).peak < 0.9 * estimator.measure(Schedule()).peak
 
 
+@pytest.mark.parametrize("cuda", [True, False], ids=["cuda", "cpu"])
+def test_views_that_leave_gaps_in_their_storage_are_copied_one_by_one(cuda: bool) -> None:
+    """zlab_i1's attention saves queries and keys, but not the values, of one projection's output: two copies without the values, which
+    come back with the gaps between their elements."""
+    profile = _profile("zlab_i1", cuda)
+    place = Placement(profile.tape, resolve(ATTENTION[0], profile.structure))
+    copies = [c for c in AttentionCopies(place).copies() if 3 * c.size == profile.tape.size[c.storage]]
+    blocks = len(profile.structure.blocks)
+    assert len(copies) == 2 * 2 * blocks, "image and text of each block"
+    assert len({c.storage for c in copies}) == 2 * blocks
+    assert all(2.8 * c.size < c.device_size < 3 * c.size for c in copies)
+
+
 def test_on_a_cpu_host_copies_count_and_gain_nothing() -> None:
     estimator = Estimator(_profile("sd3", False), cpu_device(), Semantics())
     assert estimator.measure(ATTENTION[0]).peak >= 0.99 * estimator.measure(Schedule()).peak
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["sd3", "wan", "flux", "sdxl"])
+@pytest.mark.parametrize("model", ["sd3", "wan", "flux", "sdxl", "zlab_i1"])
 def test_the_predicted_peak_is_the_profilers(model: str) -> None:
     for found in compare_on_cpu(reduced_copy(from_request({"model": model})), lambda _: ATTENTION):
         assert found.exact, found.schedule.name
-        assert abs(found.error) < 0.012, (found.schedule.name, found.error)
+        assert abs(found.error) < 0.008, (found.schedule.name, found.error)

@@ -77,6 +77,8 @@ def profile(
         released_at=saved,
         saved_movable=saved.astype(bool),
         saved_bytes=saved,
+        saved_view=saved,
+        **dict.fromkeys(("view_start", "view_extent", "view_bytes", "view_type"), none),
         op_at=np.arange(1, n + 1, dtype=np.int64) * 10,
         op_kind=np.array([k for k, _, _ in kernels], np.int8),
         op_flops=np.array([f for _, f, _ in kernels], np.float64),

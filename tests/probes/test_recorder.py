@@ -361,3 +361,19 @@ def test_a_long_sum_into_one_tile_is_told_apart() -> None:
     forward = tape.op_kind[tape.op_at < tape.backward_start]
     assert (forward == REDUCTION).sum() == 1
     assert (forward == GEMM).sum() == 1
+
+
+def test_a_saved_tensor_is_a_view_with_a_place_in_its_storage() -> None:
+    def parts(x: torch.Tensor) -> torch.Tensor:
+        first, second, _ = (x * 1.0).view(BATCH, 2, 8).split([2, 3, 3], dim=-1)
+        return first.exp().sum() + (second * second).sum() + second.expand(4, BATCH, 2, 3).sin().sum()
+
+    tape = record(parts, meta(BATCH, WIDTH, requires_grad=True))
+    (whole,) = [s for s in storages(tape, X_BYTES) if (tape.saved_storage == s).any()]
+    mine = tape.saved_storage == whole
+    views = np.unique(tape.saved_view[mine])
+    shown = sorted(zip(tape.view_start[views], tape.view_extent[views], tape.view_bytes[views], strict=True))
+    start, extent = FLOAT * 2, FLOAT * (8 * (2 * BATCH - 1) + 3)  # behind the first part, from row to row
+    # as multiplied by itself, with gaps; expanded, with more elements than it occupies
+    assert shown == [(start, extent, FLOAT * 3 * 2 * BATCH), (start, extent, extent)]
+    assert len(set(tape.view_type[views])) == 1

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from probes import build, traced
+from probes.cpu_memory import profiled_peak
 from probes.discover import discover
 from probes.recorder import Recorder
 from probes.tape import Tape
 from probes.target import Target
-from probes.targets import AttentionError, CudaFunctions, attention_backend, cuda_scratch
+from probes.targets import AttentionError, CudaFunctions, attention_backend, cpu_scratch, cuda_scratch
 from probes.workload import from_request, reduced_copy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -356,3 +357,43 @@ def test_fake_tensors_also_count_a_models_small_host_tensors() -> None:
     a, b = _both("z_image", {"n_layers": 1, "n_refiner_layers": 1})
     assert a.op_flops.sum() == b.op_flops.sum()
     assert a.size.sum() <= b.size.sum() <= a.size.sum() * 1.005
+
+
+# Scratch on the CPU ---------------------------------------------------------------------------------------------------
+
+
+def _beyond(run: Callable[[], Any]) -> int:
+    """Bytes that a call holds at its peak beyond what it returns, by the profiler's allocator events."""
+    kept: list[Any] = []
+    peak = profiled_peak(lambda: kept.append(run()), 0)
+    return peak.peak - peak.left
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("queries", "keys", "size"), [(20, 60, 16), (100, 60, 16), (191, 20, 24), (192, 513, 24), (1000, 700, 24)]
+)
+@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+def test_scratch_of_the_cpus_attention_is_what_its_kernel_allocates(
+    threads: int, queries: int, keys: int, size: int, layout: str
+) -> None:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    q, k, v = (torch.randn(2, n, 3, size).transpose(1, 2) for n in (queries, keys, keys))
+    gradient = torch.randn(2, 3, queries, size)
+    if layout == "tokens first":
+        gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out, sums = op(q, k, v)
+        args = (gradient, q, k, v, out, sums, 0.0, False)
+        assert _beyond(lambda: op(q, k, v)) == cpu_scratch(op.default, (q, k, v), {}, (out, sums))
+        assert _beyond(lambda: backward(*args)) == cpu_scratch(backward.default, args, {}, ())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_other_kernels_of_the_cpu_have_no_scratch_on_the_tape() -> None:
+    x = torch.randn(4, 4)
+    assert cpu_scratch(torch.ops.aten.mm.default, (x, x), {}, x @ x) == 0
