@@ -16,7 +16,7 @@ from decision_rules.optimum import optimum
 from decision_rules.support import Executor, Verdict, candidates, check, semantics
 from estimators import calibration, devices
 from estimators.devices import Device, DeviceKind
-from estimators.estimate import GIB, Estimate, Estimator
+from estimators.estimate import GIB, Estimate, Estimator, usable_reserved
 from estimators.memory import Replay
 from estimators.schedule import Schedule
 from probes import outside, store
@@ -266,8 +266,14 @@ class Session:
         """(warnings about the profile, an estimator, what stores its allocator simulations)."""
         key, profile, warnings = self._profile(workload, device)
         cache_name = f"{store.key(workload, profile.target, profile.source)}.reserved.json"
-        reserved = store.read_small(cache_name)
-        known = len(reserved)
+        trouble: list[str] = []
+        stored = store.read_small(cache_name, trouble.append)
+        reserved = usable_reserved(stored)
+        if lost := len(stored) - len(reserved):
+            trouble.append(
+                f"{lost} entries of the stored file {store.cache_folder() / cache_name} are not valid and left aside"
+            )
+        before = dict(reserved)
         estimator = Estimator(
             profile,
             device,
@@ -280,10 +286,10 @@ class Session:
         self._replays[key] = estimator.replay
 
         def save() -> None:
-            if len(reserved) != known:
+            if reserved != before or trouble:
                 store.write_small(cache_name, reserved)
 
-        return warnings, estimator, save
+        return (*warnings, *trouble), estimator, save
 
     def _plan(
         self,

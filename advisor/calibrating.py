@@ -13,7 +13,7 @@ from advisor.api import Session
 from advisor.published import Answered, estimates, synthetic
 from decision_rules.support import Executor, semantics
 from estimators import fitting
-from estimators.calibration import Calibration, kind, own_file
+from estimators.calibration import Calibration, job_kind, own_file
 from estimators.devices import DeviceError, find_gpu
 from estimators.estimate import Estimator, Semantics
 from estimators.fitting import Case
@@ -88,7 +88,7 @@ def case_of(answered: Answered) -> Case:
     return Case(
         family=row.family,
         gpu=e.device.name,
-        kind=kind(answered.workload),
+        kind=job_kind(e.profile),
         peak=answered.estimate.peak,
         measured_peak=row.peak_gib * 2**30 if row.peak_gib else None,
         work=e.clock.work(memory, copies_out_overlap=e.semantics.copies_out_overlap),
@@ -141,7 +141,7 @@ def receipt_case(path: Path, session: Session) -> Case:
     return Case(
         family=f"receipt {workload.model}",
         gpu=device.name,
-        kind=kind(workload),
+        kind=job_kind(profile),
         peak=memory.peak,
         measured_peak=peak * 2**30 if peak else None,
         work=estimator.clock.work(memory),

@@ -252,7 +252,7 @@ def advise(
     """Which gradient-checkpointing schedule trains a diffusion model on your card, fastest without running out of memory?
 
     advise --model flux --resolution 1024 --gpu 4090 predicts peak memory and step time of every schedule, picks one
-    and prints the trainer's JSON. Without a GPU here and without --gpu or --vram it answers for every memory tier.
+    and prints SimpleTuner's JSON. Without a GPU here and without --gpu or --vram it answers for every memory tier.
 
     Exit status: 0 something fits, 1 nothing fits, 2 bad usage.
     """
@@ -664,7 +664,13 @@ def verify(
 def largest_that_fits(
     ctx: typer.Context,
     vary: Annotated[
-        str, typer.Option("--vary", metavar="WHAT", help="What to make larger: batch, frames, resolution or rank.")
+        str,
+        typer.Option(
+            "--vary",
+            metavar="WHAT",
+            help="What to make larger: batch, frames, resolution or rank. Default: batch.",
+            show_default=False,
+        ),
     ] = "batch",
     model: options.Model = None,
     variant: options.VariantName = None,

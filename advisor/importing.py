@@ -61,6 +61,8 @@ class Imported:
 
     def changes(self, controls: Mapping[str, Any]) -> list[str]:
         """What the patch changes, one line a key."""
+        if Schedule.from_controls(controls) == self.schedule:
+            return []
         have = {_plain(k): v for k, v in self.config.items() if _plain(k) in _CONTROLS}
         out = []
         for key in _CONTROLS:

@@ -19,7 +19,6 @@ from probes import catalogue
 from probes.workload import (
     ADAPTERS,
     ATTENTION,
-    COMPILE,
     EXECUTORS,
     OPTIMIZERS,
     PRECISIONS,
@@ -259,7 +258,12 @@ FuseQkv = Annotated[
 ]
 Compile = Annotated[
     str | None,
-    _option("--compile", panel=EXECUTION, metavar="KIND", text=f"torch.compile: {', '.join(COMPILE)}. Default: none."),
+    _option(
+        "--compile",
+        panel=EXECUTION,
+        metavar="KIND",
+        text="torch.compile: none (regional is not estimated yet). Default: none.",
+    ),
 ]
 WeightsOffload = Annotated[
     str | None,
@@ -267,7 +271,7 @@ WeightsOffload = Annotated[
         "--weights-offload",
         panel=EXECUTION,
         metavar="KIND",
-        text="Keep base weights on the host: none, ramtorch, blocks:N. Default: none.",
+        text="Keep base weights on the host: none or ramtorch (blocks:N is not estimated yet). Default: none.",
     ),
 ]
 ExecutorName = Annotated[
@@ -319,7 +323,7 @@ AsJson = Annotated[
 ExportFile = Annotated[
     str | None,
     _option(
-        "--export", panel=OUTPUT, metavar="FILE", text="Write the recommended schedule as the trainer's JSON keys."
+        "--export", panel=OUTPUT, metavar="FILE", text="Write the recommended schedule as SimpleTuner's JSON keys."
     ),
 ]
 PlanFile = Annotated[

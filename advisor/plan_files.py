@@ -95,10 +95,10 @@ class _Reader:
             raise self._wrong(key, "true or false")
         return value
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, most: float = MOST) -> float:
         value = self.value(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST:
-            raise self._wrong(key, f"a number from 0 to {MOST:g}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+            raise self._wrong(key, f"a number from 0 to {most:g}")
         return float(value)
 
     def number_or_none(self, key: str) -> float | None:
@@ -114,7 +114,9 @@ class _Reader:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null"}
+    if isinstance(value, bool):
+        return json.dumps(value)
+    names = {dict: "an object", list: "a list", type(None): "null"}
     return names.get(type(value), repr(value)[:60])
 
 
@@ -133,7 +135,7 @@ def load(path: str | Path, *, model_class: str | None = None) -> LoadedPlan:
     top = _Reader(str(path), content)
     if "plan_format" not in content:
         raise PlanError(f"{path}: not a plan file (no plan_format); {_AGAIN}")
-    if isinstance(content["plan_format"], bool) or content["plan_format"] != PLAN_FORMAT:
+    if type(content["plan_format"]) is not int or content["plan_format"] != PLAN_FORMAT:
         versions = content.get("versions")
         made_by = versions.get("checkpoint-advisor") if isinstance(versions, dict) else None
         by = f" (made by version {made_by})" if isinstance(made_by, str) else ""
@@ -213,7 +215,7 @@ def _parse(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise PlanError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        content = json.loads(raw.decode("utf-8"))
+        content = json.loads(raw.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise PlanError(
             f"{path}: not complete JSON (line {error.lineno}, column {error.colno}: {error.msg}), perhaps cut off; {_AGAIN}"
@@ -262,11 +264,18 @@ def _workload(stored: _Reader) -> Workload:
     for key in dict.fromkeys((*found, *stored.content)):
         if key not in found:
             raise PlanError(f"{name}: 'workload.{key}' is not known to this version; {_AGAIN}")
-        if stored.value(key) != found[key]:
+        if not _same(stored.value(key), found[key]):
             raise PlanError(
                 f"{name}: the plan says {key} {stored.content[key]!r} where this version has {found[key]!r}; {_AGAIN}"
             )
     return workload
+
+
+def _same(given: Any, known: Any) -> bool:
+    """Equal, and true or false only where that is meant (JSON's true would equal 1)."""
+    if isinstance(given, list) and isinstance(known, list):
+        return len(given) == len(known) and all(map(_same, given, known))
+    return isinstance(given, bool) == isinstance(known, bool) and given == known
 
 
 def _estimate(entry: _Reader) -> Estimate:
@@ -298,7 +307,7 @@ def _estimate(entry: _Reader) -> Estimate:
         step_seconds_low=entry.number_or_none("step_seconds_low"),
         step_seconds_high=entry.number_or_none("step_seconds_high"),
         fits=entry.flag("fits"),
-        fit_probability=entry.number("fit_probability"),
+        fit_probability=entry.number("fit_probability", 1),
         phase=entry.text("peak_phase"),
         breakdown={key: breakdown.bytes(key) for key in breakdown.content},
         notes=entry.texts("notes"),

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from advisor.api import Plan
-from decision_rules.support import Ffn, TrainerSupport, check, trainer_support
+from decision_rules.support import Executor, Ffn, TrainerSupport, check, trainer_support
 from estimators.devices import Device
 from estimators.estimate import GIB, Estimate
 from estimators.schedule import Backend, IntervalForm, Schedule
@@ -201,6 +201,7 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True) -> None:
         console.print(_bullets(plan.choice.reasons))
     else:
         word = ", a tight fit" if fit_word(best) == "tight" else ""
+        word += ", a rough guess" if any(n.startswith("a rough guess") for n in best.notes) else ""
         console.print(_heading(f"Recommended: {best.schedule.name}"))
         console.print(
             f"peak {gib(best.peak)} GiB allocated ({gib(best.peak_low)} to {gib(best.peak_high)}), "
@@ -210,11 +211,13 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True) -> None:
         console.print()
         if plan.export is None:
             console.print(
-                "No trainer's JSON: it cannot express a decision for every block. --plan FILE keeps it for apply()."
+                "No JSON for SimpleTuner: it cannot express a decision for every block. --plan FILE keeps it for apply()."
             )
         else:
-            console.print("Trainer's JSON:")
+            console.print("SimpleTuner's JSON:")
             console.print(json.dumps(plan.export, indent=2), soft_wrap=True)
+            if (refusal := _refused_by_trainer(plan)) is not None:
+                console.print(f"SimpleTuner would not run these keys: {refusal}. --executor simpletuner plans for it.")
     console.print()
     _print_table(schedule_table(plan), console)
     shown = best or min((e for e in plan.schedules if e.supported), key=lambda e: e.peak, default=None)
@@ -265,6 +268,19 @@ def breakdown_text(e: Estimate) -> str:
     parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in e.breakdown.items())
     where = {"optimizer": "at the optimizer step"}.get(e.phase, f"in the {e.phase} pass")
     return f"Peak of {e.schedule.name}, {where}, GiB: {parts}; in all {e.peak / GIB:.2f}"
+
+
+def _refused_by_trainer(plan: Plan) -> str | None:
+    """Why the trainer whose keys are printed would not take them; None: it does, or the plan is for it."""
+    if plan.executor is Executor.SIMPLETUNER or plan.recommended is None:
+        return None
+    family = plan.workload.family
+    verdict = check(Executor.SIMPLETUNER, plan.workload.model, plan.structure, plan.recommended.schedule)
+    if not verdict.supported:
+        return verdict.reason
+    if verdict.effective != plan.recommended.schedule:
+        return "; ".join(verdict.notes) or f"{family.name} runs {verdict.effective.name} there"
+    return None
 
 
 def _draw_notes(plan: Plan, console: Console) -> None:

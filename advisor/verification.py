@@ -20,20 +20,20 @@ from typing import Any, Protocol
 
 import torch
 
+from advisor.per_block import check, for_copy
 from advisor.pretrained import load_state, pretrained_config
 from advisor.runtime import apply
 from estimators import devices
 from estimators.calibration import Band, Bands
 from estimators.devices import Device
 from estimators.estimate import GIB, Estimate, Estimator, Semantics
-from estimators.schedule import Action, Schedule
+from estimators.schedule import Schedule
 from estimators.step_time import Clock, rates_from
 from probes import store
 from probes.build import Job, device_job, real_job
 from probes.cpu_memory import profiled_peak, resident_bytes
 from probes.profile import Profile
 from probes.step import forward_loss, make_optimizer, train_step
-from probes.structure import Structure
 from probes.target import Target
 from probes.traced import trace
 from probes.workload import Workload, reduced_copy
@@ -210,6 +210,7 @@ def verify(
         RuntimeRefused: the runtime cannot execute the schedule.
     """
     say = progress or (lambda _: None)
+    check(plan)
     use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     config = None if pretrained is None else pretrained_config(pretrained, plan.workload)
     if use_cuda:
@@ -237,7 +238,7 @@ def _verify_cpu(
         notes = [f"no CUDA device: the given weights run on the CPU at {workload.resolution}, float32"]
     say("tracing")
     profile = trace(workload, Target("cpu"))
-    schedule, more = _for_copy(schedule, profile.structure)
+    schedule, more = for_copy(schedule, profile.structure)
     notes += more
     say("measuring this CPU")
     machine, clock = cpu_clock(profile)
@@ -280,18 +281,6 @@ def _verify_cpu(
         counters,
         notes,
     )
-
-
-def _for_copy(schedule: Schedule, structure: Structure) -> tuple[Schedule, list[str]]:
-    """A per-block schedule of the whole model for a copy with fewer blocks: evenly spaced decisions of the original ones, KEEP where a
-    block lacks the part that a decision names."""
-    n, blocks = len(schedule.actions or ()), structure.blocks
-    if schedule.actions is None or n == len(blocks):
-        return schedule, []
-    chosen = [schedule.actions[i * n // len(blocks)] for i in range(len(blocks))]
-    fitting = [a if a.suits(b) else Action.KEEP for a, b in zip(chosen, blocks, strict=True)]
-    note = f"the copy's {len(blocks)} blocks take evenly spaced decisions of the plan's {n}"
-    return Schedule.per_block(fitting), [note]
 
 
 def _verify_cuda(

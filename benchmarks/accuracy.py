@@ -17,7 +17,7 @@ from cpu_accuracy import compare, table
 
 from advisor.calibrating import case_of, synthetic_cases
 from advisor.published import Answered, by_family, estimates
-from estimators.calibration import Calibration, kind
+from estimators.calibration import Calibration, job_kind
 from estimators.estimate import GIB
 from estimators.fitting import calibrate
 from probes.catalogue import families
@@ -94,8 +94,8 @@ def published() -> tuple[list[str], Calibration]:
     ]
     out.append("|---|---|---|---|---|---|")
     for family, members in by_family(answered):
-        for name in sorted({kind(a.workload) for a in members}):
-            peak, seconds, _ = errors([a for a in members if kind(a.workload) == name])
+        for name in sorted({job_kind(a.estimator.profile) for a in members}):
+            peak, seconds, _ = errors([a for a in members if job_kind(a.estimator.profile) == name])
             if peak:
                 times = f"{statistics.median(map(abs, seconds)):.0%}" if seconds else "-"
                 out.append(

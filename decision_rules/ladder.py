@@ -82,6 +82,18 @@ def choose(estimates: Sequence[Estimate], objective: Objective, capacity: int) -
     return _ladder(usable, capacity)
 
 
+def _against(estimate: Estimate, capacity: int) -> str:
+    if estimate.peak > capacity:
+        return f"peak {_gib(estimate.peak)} of {_gib(capacity)}"
+    if estimate.reserved > capacity:
+        return f"peak {_gib(estimate.peak)}, but the allocator needs {_gib(estimate.reserved)} of {_gib(capacity)}"
+    return estimate.notes[-1] if estimate.notes else "the allocator cannot place it"
+
+
+def _host(estimate: Estimate) -> str:
+    return f", {_gib(estimate.host)} of host memory" if estimate.host else ""
+
+
 def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
     by_schedule: Mapping[Schedule, Estimate] = {e.schedule: e for e in usable}
     fitting = [e for e in usable if e.fits]
@@ -105,7 +117,7 @@ def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
             reasons.append(f"{name}: fits, peak {_gib(rung.peak)} of {_gib(capacity)}, {_seconds(rung)}{tightly}")
             reached = rung
             break
-        reasons.append(f"{name}: does not fit, peak {_gib(rung.peak)} of {_gib(capacity)}")
+        reasons.append(f"{name}: does not fit, {_against(rung, capacity)}")
     if reached is None:
         reached = min(fitting, key=lambda e: (e.peak, _key(e)))
         reasons.append(f"{reached.schedule.name}: the only kind of schedule that fits, peak {_gib(reached.peak)}")
@@ -147,13 +159,13 @@ def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
         tightly = ", a tight fit" if faster.fit_probability < SAFE else ""
         reasons.append(
             f"{faster.schedule.name} also fits and is predicted {_gain(chosen, faster):.0%} faster "
-            f"({_seconds(faster)}, peak {_gib(faster.peak)}{tightly})"
+            f"({_seconds(faster)}, peak {_gib(faster.peak)}{_host(faster)}{tightly}); --objective fastest takes it"
         )
     return Choice(chosen, tuple(reasons), faster)
 
 
 _KNOBS = {
-    "weights": "a quantised base (--precision) or weights offload",
+    "weights": "a quantised base (of 16-bit weights --precision int8-torchao keeps half, nf4 a quarter) or --weights-offload ramtorch",
     "adapter": "a lower --rank",
     "gradients": "training fewer parameters (--adapter lora, a lower --rank)",
     "optimizer": "an optimizer with less state (--optimizer adamw8bit, optimi-lion)",

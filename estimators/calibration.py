@@ -19,17 +19,45 @@ from typing import Any
 import platformdirs
 
 from probes import resources
+from probes.profile import Profile
+from probes.tape import CONVOLUTION
 from probes.workload import Workload
 
 FORMAT = 1
 WIDEST = 0.35
 """A wider band of the peak would say nothing; such a kind of job is called a rough guess instead."""
+WIDEST_LOG = 20.0
+"""No logarithm of measured over estimated in a file is larger."""
 NARROWEST = 0.005
+CONVOLUTIONAL = 0.1
+"""Share of a step's operations that convolutions take in a U-Net, and in no transformer."""
 FEATURES = 4
 LARGEST_RESIDUAL = 0.3
 """A residual moves no time by more (as a logarithm)."""
 CARD_PRIOR = 4.0
 """Receipts of a card count as evidence against this many rows of the general band."""
+
+SEARCH: dict[str, tuple[float, float, float]] = {
+    "gemm": (0.7, 0.4, 0.9),
+    "convolution": (0.5, 0.2, 0.9),
+    "attention": (0.6, 0.1, 1.0),
+    "attention_backward": (0.45, 0.1, 1.0),
+    "softmax_width": (40.0, 5.0, 150.0),
+    "legacy_mma_on_hopper": (0.62, 0.3, 1.0),
+    "reduction_bytes_per_second": (2.5e10, 5e9, 2e11),
+    "matrix_on_ada": (0.9, 0.5, 1.1),
+    "memory": (0.8, 0.4, 0.95),
+    "cache_speedup": (2.0, 1.0, 6.0),
+    "launch_seconds": (2e-5, 2e-6, 6e-5),
+    "hook_seconds": (2e-5, 1e-9, 2e-4),
+    "copy_seconds": (5e-5, 1e-9, 1e-3),
+    "exposed_copy_out": (0.3, 1e-3, 1.0),
+}
+"""Rate: what is expected of such hardware, smallest, largest."""
+FIXED = {"kernel_tail_seconds": (1e-9, 1e-3), "blend": (1.0, 100.0)}
+"""Rates that are not fitted: smallest, largest."""
+BEYOND = 100.0
+"""A file's rates may lie outside the search by this factor; what is further out is no rate of any hardware."""
 
 
 class CalibrationError(ValueError):
@@ -156,8 +184,8 @@ class Calibration:
                 )
             bands = {
                 kind: Bands(
-                    Band(_numbers(b["levels"]), _numbers(b["peak_log_ratios"])),
-                    Band(_numbers(b["levels"]), _numbers(b["time_log_ratios"])),
+                    Band(_numbers(b["levels"], 0, 1), _numbers(b["peak_log_ratios"])),
+                    Band(_numbers(b["levels"], 0, 1), _numbers(b["time_log_ratios"])),
                     str(b["source"]),
                     bool(b["unreliable"]),
                 )
@@ -167,33 +195,47 @@ class Calibration:
                 lengths = {len(b.peak_band.levels), len(b.peak_band.log_ratios), len(b.time_band.log_ratios)}
                 if len(lengths) != 1 or len(b.peak_band.levels) < 2:
                     raise CalibrationError("a band's levels and values differ in number")
-            rates = {str(k): _number(v) for k, v in value["rates"].items()}
-            if any(v <= 0 for v in rates.values()):
-                raise CalibrationError("a rate is not positive")
+            rates = _rates(value["rates"])
             cards = {
                 str(name): Card(
-                    int(c["receipts"]), _number(c["time_log_ratio"]), _number(c["time_scale"]), _number(c["peak_scale"])
+                    int(_number(c["receipts"], 0, 1e9)),
+                    _number(c["time_log_ratio"], -WIDEST_LOG, WIDEST_LOG),
+                    _number(c["time_scale"], 0, 100),
+                    _number(c["peak_scale"], 0, 100),
                 )
                 for name, c in value["cards"].items()
             }
-            residual = tuple(_number(v) for v in value["time_residual"])
+            residual = tuple(_number(v, -100, 100) for v in value["time_residual"])
             if residual and len(residual) != 1 + FEATURES:
                 raise CalibrationError(f"the time residual has {len(residual)} numbers, not {1 + FEATURES}")
             return cls(rates, bands, str(value["source"]), cards, residual, dict(value["errors"]))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             if isinstance(error, CalibrationError):
                 raise
             raise CalibrationError(f"not a calibration: {type(error).__name__}: {error}") from None
 
 
-def _number(value: Any) -> float:
+def _rates(found: Mapping[str, Any]) -> dict[str, float]:
+    limits = {name: (low / BEYOND, high * BEYOND) for name, (_, low, high) in SEARCH.items()} | FIXED
+    for name in (*limits, *found):
+        if name not in found or name not in limits:
+            raise CalibrationError(f"the rate {name!r} is {'missing' if name in limits else 'not known'}")
+    try:
+        return {name: _number(found[name], *between) for name, between in limits.items()}
+    except CalibrationError as error:
+        raise CalibrationError(f"a rate is not possible: {error}") from None
+
+
+def _number(value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise CalibrationError(f"{value!r} is not a finite number")
+    if not low <= value <= high:
+        raise CalibrationError(f"{value:g} is not from {low:g} to {high:g}")
     return float(value)
 
 
-def _numbers(values: Any) -> tuple[float, ...]:
-    found = tuple(_number(v) for v in values)
+def _numbers(values: Any, low: float = -WIDEST_LOG, high: float = WIDEST_LOG) -> tuple[float, ...]:
+    found = tuple(_number(v, low, high) for v in values)
     if any(b < a for a, b in itertools.pairwise(found)):
         raise CalibrationError("a band's values do not rise")
     return found
@@ -209,14 +251,24 @@ def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[-1]
 
 
-def kind(workload: Workload) -> str:
+def job_kind(profile: Profile) -> str:
     """The kind of job whose residuals make its band."""
+    tape = profile.tape
+    work = float(tape.op_flops.sum())
+    convolutions = float(tape.op_flops[tape.op_kind == CONVOLUTION].sum())
+    return kind(profile.workload, convolutional=convolutions > CONVOLUTIONAL * work)
+
+
+def kind(workload: Workload, *, convolutional: bool) -> str:
+    """The kind of job, for a model of which it is known whether convolutions are a good part of its work."""
     if workload.weights_offload != "none":
         return "offloaded weights"
     if workload.precision in ("bf16", "bf16-upcast", "fp16", "fp32"):
         base = "float base"
     else:
         base = "dynamically quantised base" if workload.precision == "fp8-torchao" else "quantised base"
+    if convolutional:
+        return f"convolutional model, {base}"
     return f"{'lokr' if workload.adapter == 'lokr' else 'lora'}, {base}"
 
 
@@ -244,7 +296,7 @@ def packaged() -> Calibration:
 def _own(path: Path, modified: int) -> Calibration:
     try:
         return Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise CalibrationError(f"{path}: {str(error).splitlines()[0]}") from None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from estimators import allocator, calibration, optimizers
-from estimators.calibration import Bands, bands_for, kind
+from estimators.calibration import Bands, bands_for, job_kind
 from estimators.devices import Device, DeviceKind
 from estimators.memory import Memory, Replay, Resident, exact
 from estimators.schedule import IntervalForm, Offloading, Resolution, Schedule, resolve
@@ -19,6 +19,9 @@ from estimators.step_time import Clock, StepTime
 from probes.profile import Profile
 
 GIB = 2**30
+
+
+RETRIES = "fits only because the allocator gives cached memory back and tries again, which costs time"
 
 
 @dataclass(frozen=True)
@@ -122,13 +125,26 @@ class Measure:
     step_seconds: float | None
 
 
+def usable_reserved(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Of stored allocator results those that can be read: bytes, or bytes and whether memory ran out; the others are left out."""
+
+    def size(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 2**60
+
+    def pair(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and size(value[0]) and type(value[1]) is bool
+
+    # A key with one part more is of a simulation at a card's capacity.
+    return {k: v for k, v in stored.items() if (pair(v) if k.count("|") == 4 else size(v))}
+
+
 class Estimator:
     """Estimates many schedules of one profile on one device.
 
     Args:
         headroom: bytes to leave free on the device.
         host_ram: bytes that offloading may use on the host; None: not checked.
-        reserved_cache: results of earlier allocator simulations, read and added to (keys are opaque).
+        reserved_cache: results of earlier allocator simulations (`usable_reserved`), read and added to.
         replay: of another estimator for the same tape and kind of device, whose simulations are then used again.
     """
 
@@ -148,6 +164,7 @@ class Estimator:
         self.profile, self.device, self.semantics = profile, device, semantics
         self.headroom, self.host_ram = headroom, host_ram
         self.on_cpu = device.kind is DeviceKind.CPU
+        self.kind = job_kind(profile)
         self.card = calibration.card(device.name)
         self.bands = bands or self._bands()
         self._residual = calibration.current()[0].time_residual if clock is None and not self.on_cpu else ()
@@ -158,7 +175,7 @@ class Estimator:
         self.reserved_cache = reserved_cache if reserved_cache is not None else {}
 
     def _bands(self) -> Bands:
-        general = bands_for(kind(self.profile.workload))
+        general = bands_for(self.kind)
         if self.card is None:
             return general
         return dataclasses.replace(
@@ -219,13 +236,16 @@ class Estimator:
         time = self._time(memory)
         reserved, fits, more = self._reserved(schedule, resolution, memory)
         low, high = self.bands.peak(memory.peak)
-        probability = self.bands.fits(memory.peak, self.capacity)
+        # what the allocator reserves beyond the peak is not free for a peak that turns out higher
+        probability = self.bands.fits(memory.peak, self.capacity - max(0, reserved - memory.peak))
+        if RETRIES in more:
+            probability = min(probability, 0.9)
         if not fits:
             probability = min(probability, 0.5)  # the peak alone may fit where the allocator cannot place it
         all_notes = [*notes, *resolution.notes, *more]
         if self.bands.unreliable:
             all_notes.append(
-                f"a rough guess: some published rows of this kind of job ({kind(self.profile.workload)}) lie outside any useful band"
+                f"a rough guess: some published rows of this kind of job ({self.kind}) lie outside any useful band"
             )
         host = memory.host_peak + self.profile.host_weight_bytes
         if fits and self.host_ram is not None and host > self.host_ram:
@@ -254,7 +274,7 @@ class Estimator:
             return {}
         total = time.total
         if self._residual:
-            quantised = "quantised" in kind(self.profile.workload)
+            quantised = "quantised" in self.kind
             features = calibration.step_features(time.gpu, time.host, time.recompute, time.copies, quantised)
             moved = self._residual[0] + sum(c * f for c, f in zip(self._residual[1:], features, strict=True))
             total *= math.exp(max(-calibration.LARGEST_RESIDUAL, min(calibration.LARGEST_RESIDUAL, moved)))
@@ -278,28 +298,26 @@ class Estimator:
             return memory.peak, False, []
         what = schedule.name if schedule.actions is None else ",".join(schedule.actions)
         key = f"{what}|{self.semantics}|{self.profile.workload.optimizer}|{self.resident.workspace}"
-        if key not in self.reserved_cache:
-            self.reserved_cache[key] = self._simulate(resolution, None)[0]
-        reserved = int(self.reserved_cache[key])
+        notes = []
+        reserved = self.reserved_cache.get(key)
+        if reserved is None or reserved < memory.peak:
+            if reserved is not None:
+                notes.append("a stored result of the allocator was below the peak; it is made anew")
+            reserved = self.reserved_cache[key] = self._simulate(resolution, None)[0]
         if reserved <= self.capacity:
-            return reserved, True, []
+            return reserved, True, notes
         capped_key = f"{key}|{self.capacity}"
-        if capped_key not in self.reserved_cache:
-            self.reserved_cache[capped_key] = list(self._simulate(resolution, self.capacity))
-        capped, failed = self.reserved_cache[capped_key]
+        capped, failed = self.reserved_cache.get(capped_key, (-1, False))
+        if capped < 0 or (not failed and not memory.peak <= capped <= self.capacity):
+            capped, failed = self._simulate(resolution, self.capacity)
+            self.reserved_cache[capped_key] = [capped, failed]
         if failed:
-            return (
-                reserved,
-                False,
-                [
-                    "the allocator's fragmentation does not leave room; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps"
-                ],
+            notes.append(
+                "the allocator's fragmentation does not leave room; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps"
             )
-        return (
-            int(capped),
-            True,
-            ["fits only because the allocator gives cached memory back and tries again, which costs time"],
-        )
+            return reserved, False, notes
+        notes.append(RETRIES)
+        return capped, True, notes
 
     def _simulate(self, resolution: Resolution, cap: int | None) -> tuple[int, bool]:
         """(reserved peak, out of memory) of one step of the caching allocator, weights and states allocated first."""

@@ -14,27 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimators.calibration import CARD_PRIOR, WIDEST, Band, Bands, Calibration, Card, step_features
+from estimators.calibration import CARD_PRIOR, SEARCH, WIDEST, Band, Bands, Calibration, Card, step_features
 from estimators.step_time import Rates, Work, rates_from
 from probes.tape import Floats
 
-SEARCH: dict[str, tuple[float, float, float]] = {
-    "gemm": (0.7, 0.4, 0.9),
-    "convolution": (0.5, 0.2, 0.9),
-    "attention": (0.6, 0.1, 1.0),
-    "attention_backward": (0.45, 0.1, 1.0),
-    "softmax_width": (40.0, 5.0, 150.0),
-    "legacy_mma_on_hopper": (0.62, 0.3, 1.0),
-    "reduction_bytes_per_second": (2.5e10, 5e9, 2e11),
-    "matrix_on_ada": (0.9, 0.5, 1.1),
-    "memory": (0.8, 0.4, 0.95),
-    "cache_speedup": (2.0, 1.0, 6.0),
-    "launch_seconds": (2e-5, 2e-6, 6e-5),
-    "hook_seconds": (2e-5, 1e-9, 2e-4),
-    "copy_seconds": (5e-5, 1e-9, 1e-3),
-    "exposed_copy_out": (0.3, 1e-3, 1.0),
-}
-"""Rate: what is expected of such hardware, smallest, largest."""
 PRIOR = 0.3
 """Pull of a rate's logarithm towards what is expected; a family's rows together weigh 4."""
 OUTLIER = 0.3

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from probes import fused, lokr, outside, stand_ins
 from probes.catalogue import InputSpec
 from probes.expressions import evaluate, evaluate_all
-from probes.workload import Workload, WorkloadError
+from probes.workload import LOKR_TARGETS, Workload, WorkloadError
 
 MOST_MODULES = 50_000
 """No model has more; those of the catalogue have up to 4000."""
@@ -177,6 +177,15 @@ def symbols(workload: Workload, model: nn.Module) -> dict[str, int]:
     }
 
 
+def lokr_targets(model: nn.Module, workload: Workload) -> tuple[str, ...]:
+    """What gets a LoKr: as asked; where the default classes are not in the model, its attention and feed-forward modules."""
+    if workload.lora_targets != LOKR_TARGETS or any(type(m).__name__ in LOKR_TARGETS for m in model.modules()):
+        return workload.lora_targets
+    regions = workload.family.regions.values()
+    names = [n for r in regions for n in (*r.attention, *(part for side in r.feed_forward for part in side))]
+    return tuple(dict.fromkeys(names)) or workload.lora_targets
+
+
 def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = False) -> None:
     """Freezes the base and adds a LoRA (or, for ``full``, makes every parameter trainable).
 
@@ -191,7 +200,9 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
         return
     model.requires_grad_(False)
     if workload.adapter == "lokr":
-        made = lokr.inject(model, workload.lora_targets, workload.rank, workload.lokr_factor, workload.lokr_full_matrix)
+        made = lokr.inject(
+            model, lokr_targets(model, workload), workload.rank, workload.lokr_factor, workload.lokr_full_matrix
+        )
         if not made:
             classes = sorted(
                 {type(m).__name__ for m in model.modules() if any(isinstance(c, nn.Linear) for c in m.children())}

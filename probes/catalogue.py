@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 from probes import resources, sheets
@@ -399,4 +400,6 @@ def find(name: str) -> Family:
         return found
     near = difflib.get_close_matches(_plain(name), spellings, n=1, cutoff=0.6)
     hint = f" (did you mean {spellings[near[0]].name!r}?)" if near else ""
+    if Path(name).is_dir():
+        hint = f" (there is a folder of that name: --model ./{name})"
     raise UnknownModelError(f"unknown model {name!r}{hint}; valid: {', '.join(table)}")

@@ -131,7 +131,7 @@ class StandIn(nn.Linear):
         self.facts = facts
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.facts.scales_input:
+        if self.facts.scales_input and input.numel():
             # The weight is a tensor subclass that takes the call before autocast would cast the input.
             _launch(self.facts.forward_launches, input)
             scaled: torch.Tensor = _ScaledProduct.apply(_to_float8(input), self.weight, input.dtype, self.facts)

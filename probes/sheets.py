@@ -263,7 +263,7 @@ def check(sheet: Any, *, overrides: bool = False) -> None:
     Raises:
         SheetError: naming the entry and what it may be.
     """
-    variant = _VARIANT | (TABLES | {"class": _class} if overrides else {})
+    variant = _VARIANT | (TABLES | {"class": _class, "notes": _list(_text)} if overrides else {})
     _of(_HEAD | TABLES | {"variants": _table(_of(variant))}, _NEEDED)("", sheet)
     if sheet["default_variant"] not in sheet["variants"]:
         raise SheetError(f"'default_variant' is {sheet['default_variant']!r}, which is none of the variants")

@@ -25,7 +25,7 @@ import platformdirs
 from probes import resources
 from probes.profile import Profile
 from probes.structure import Block, Chain, Structure
-from probes.tape import Call, Tape
+from probes.tape import NEVER, REDUCTION, Call, Tape
 from probes.workload import Workload
 
 FORMAT = 7
@@ -172,6 +172,15 @@ def from_bytes(content: bytes) -> Profile:
             workload[name] = tuple(workload[name])
         length, backward, optimizer = meta["bounds"]
         calls = {n: tuple(Call(c[0], c[1], *map(tuple, c[2:])) for c in made) for n, made in meta["calls"].items()}
+        tape = Tape(
+            length=length,
+            backward_start=backward,
+            optimizer_start=optimizer,
+            **arrays,
+            calls=calls,
+            inner_reads={k: tuple(v) for k, v in meta["inner_reads"].items()},
+        )
+        _check_tape(tape)
         chains = tuple(
             Chain(
                 c["path"],
@@ -196,14 +205,7 @@ def from_bytes(content: bytes) -> Profile:
             target=meta["target"],
             versions=meta["versions"],
             structure=Structure(chains),
-            tape=Tape(
-                length=length,
-                backward_start=backward,
-                optimizer_start=optimizer,
-                **arrays,
-                calls=calls,
-                inner_reads={k: tuple(v) for k, v in meta["inner_reads"].items()},
-            ),
+            tape=tape,
             base_sizes=tuple((int(a), int(b)) for a, b in meta["base_sizes"]),
             trained_sizes=tuple((int(a), int(b), int(c)) for a, b, c in meta["trained_sizes"]),
             input_bytes=tuple(meta["input_bytes"]),
@@ -216,6 +218,63 @@ def from_bytes(content: bytes) -> Profile:
         raise
     except Exception as error:  # a damaged file may fail in any way; all of them mean the same
         raise ValueError(f"not a readable profile: {type(error).__name__}: {error}") from error
+
+
+_GROUPS = (
+    ("size", "birth", "death", "scratch"),
+    ("saved_storage", "saved_at", "unpacked_at", "released_at", "saved_movable", "saved_bytes"),
+    ("op_at", "op_kind", "op_flops", "op_bytes", "op_head"),
+)
+"""Arrays of a tape that are parallel."""
+_KINDS = {"scratch": "bool", "saved_movable": "bool", "op_kind": "int8", "op_flops": "float64", "op_bytes": "float64"}
+"""Types of their elements; int64 where none is named."""
+
+
+def _check_tape(tape: Tape) -> None:
+    """That a tape read from a file is one that a replay can walk: parallel arrays, positions in the step, storages that exist.
+
+    Raises:
+        ValueError: naming the array.
+    """
+    bounds = (0, tape.backward_start, tape.optimizer_start, tape.length)
+    if any(type(b) is not int for b in bounds) or list(bounds) != sorted(bounds) or tape.length >= NEVER:
+        raise ValueError("the parts of its step are not in order")
+    for group in _GROUPS:
+        for name in group:
+            array = getattr(tape, name)
+            if array.ndim != 1 or len(array) != len(getattr(tape, group[0])):
+                raise ValueError(f"the arrays {group[0]} and {name} differ in length")
+            if array.dtype != np.dtype(_KINDS.get(name, "int64")):
+                raise ValueError(f"the array {name} holds {array.dtype}")
+    count = len(tape.size)
+    limits = {
+        **dict.fromkeys(("birth", "saved_at", "op_at"), (0, tape.length, False)),
+        **dict.fromkeys(("death", "unpacked_at", "released_at"), (0, tape.length, True)),
+        **dict.fromkeys(("size", "saved_bytes"), (0, 2**60, False)),
+        **dict.fromkeys(("op_flops", "op_bytes"), (0, 1e30, False)),
+        "saved_storage": (-1, count - 1, False),
+        "op_kind": (0, REDUCTION, False),
+        "op_head": (0, 2**31, False),
+    }
+    for name, (least, most, may_last) in limits.items():
+        array = getattr(tape, name)
+        inside = (array >= least) & (array <= most)
+        if may_last:
+            inside |= array == NEVER
+        if not inside.all():
+            raise ValueError(f"the array {name} holds values out of range")
+    for name, call in ((n, c) for n, made in tape.calls.items() for c in made):
+        arguments, results = len(call.arguments), len(call.results)
+        if not 0 <= call.start <= call.end <= tape.length:
+            raise ValueError(f"the call of {name} lies outside the step")
+        if len(call.movable) != arguments or len(call.argument_bytes) not in (0, arguments):
+            raise ValueError(f"the call of {name} has lists that differ in length")
+        if len(call.result_bytes) not in (0, results):
+            raise ValueError(f"the call of {name} has lists that differ in length")
+    named = [(*c.arguments, *c.results) for made in tape.calls.values() for c in made]
+    for storages in (*named, *tape.inner_reads.values()):
+        if any(type(s) is not int or not 0 <= s < count for s in storages):
+            raise ValueError("a call names a storage that is not there")
 
 
 def get(
@@ -259,13 +318,23 @@ def stored(workload: Workload, target: str, source: str) -> Profile | None:
         return None
 
 
-def read_small(name: str) -> dict[str, Any]:
-    """A small JSON object of the cache; empty when absent or unreadable."""
+def read_small(name: str, warn: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """A small JSON object of the cache; empty when absent or unreadable.
+
+    Args:
+        warn: told when there is a file that is not readable.
+    """
+    path = cache_folder() / name
     try:
-        found = json.loads((cache_folder() / name).read_text())
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        warn(f"the stored file {path} is not readable; it is made anew")
+        return {}
+    return found
 
 
 def write_small(name: str, value: Mapping[str, Any]) -> None:

@@ -89,6 +89,10 @@ def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile
         notes.append(
             f"{facts.precision}: {facts.note}; its kernels are not traced but described, so time and peak are less sure"
         )
+    if workload.adapter == "lokr" and (targets := build.lokr_targets(base, workload)) != workload.lora_targets:
+        notes.append(
+            f"LoKr goes into {', '.join(targets)}: the model has no {' or '.join(workload.lora_targets)} class"
+        )
     uneven = False
     for chosen, way in attempts:
         if uneven and chosen:

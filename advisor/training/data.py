@@ -176,7 +176,7 @@ class Cached:
 
         try:
             tensors = load_file(str(file))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:  # a type that torch has not
             raise WorkloadError(f"--latents {file}: not a readable safetensors file ({error})") from None
         main = next(iter(self.wanted))
         if main not in tensors:
@@ -208,6 +208,11 @@ def _check(file: Path, name: str, tensor: torch.Tensor, wanted: Mapping[str, Slo
     if kind != needed:
         given = str(tensor.dtype).removeprefix("torch.")
         raise WorkloadError(f"--latents {file}: {name} holds {kind} ({given}), the model takes {needed}")
+    if tensor.is_floating_point() and tensor.dtype.itemsize < 2:
+        given = str(tensor.dtype).removeprefix("torch.")
+        raise WorkloadError(
+            f"--latents {file}: {name} is {given}, which is too coarse to train on; valid: float16, bfloat16, float32, float64"
+        )
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
         raise WorkloadError(f"--latents {file}: {name} holds values that are not finite")
 

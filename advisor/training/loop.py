@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from advisor.interruption import Interruption, Stopped
+from advisor.per_block import check, for_copy
 from advisor.pretrained import load_model, pretrained_config
 from advisor.runtime import Handle, RuntimeRefused, apply
 from advisor.training import checkpoints, memory, weights
@@ -23,8 +24,9 @@ from advisor.training.metrics import Metrics
 from advisor.training.objective import Objective
 from advisor.verification import Verifiable
 from estimators.estimate import GIB, Estimate
-from estimators.schedule import Schedule
+from estimators.schedule import Schedule, ScheduleError
 from probes.build import Job, autocast_dtype, build_base, device_job, given_job, real_job
+from probes.discover import discover
 from probes.step import make_optimizer
 from probes.workload import Workload, WorkloadError, reduced_copy
 
@@ -124,6 +126,7 @@ def run(
     tell = say or (lambda _: None)
     if latents is not None:
         sample_files(latents)
+    check(plan)
     checkpoint = _checkpoint(output, resume, checkpoint_every)
     settings = _settings(plan, checkpoint, seed, lr, accumulate, pretrained)
     if checkpoint is not None and checkpoint.step > steps:
@@ -167,7 +170,7 @@ def run(
             if not memory.is_out_of_memory(error):
                 raise
             raise OutOfMemory(f"the weights of {workload.model} do not fit into the memory that is free here") from None
-        trainer = _Trainer(job, objective, source, plan, schedule, settings, tell, log, output)
+        trainer = _Trainer(job, workload, objective, source, plan, schedule, settings, tell, log, output)
         if settings["accumulate"] > 1:
             held = sum(p.numel() * p.element_size() for _, p in job.trainable())
             notes.append(
@@ -295,7 +298,9 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
     """The workload that really runs; differences to the planned one go to the notes."""
     planned = plan.workload
     if pretrained is None:
-        notes.append("base weights are random: this run shows memory, speed and a falling loss, not a usable adapter")
+        notes.append(
+            "base weights are random: this run shows memory and speed; its losses mean nothing and its adapter is of no use"
+        )
     if not use_cuda and pretrained is None:
         workload = reduced_copy(planned)
         notes.append(
@@ -399,6 +404,7 @@ class _Trainer:
     def __init__(
         self,
         job: Job,
+        workload: Workload,
         objective: Objective,
         source: Cached | Synthetic,
         plan: Verifiable,
@@ -409,6 +415,7 @@ class _Trainer:
         output: Path | None,
     ) -> None:
         self.job = job
+        self.workload = workload
         self.objective = objective
         self.source = source
         self.estimates: Sequence[Estimate] = getattr(plan, "schedules", ())
@@ -429,6 +436,14 @@ class _Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings["lr"]
 
+    def _apply(self, schedule: Schedule) -> Handle:
+        """A schedule of the plan on the model that trains, which may be the reduced copy."""
+        structure = discover(self.job.model, self.workload.family.regions)
+        if self.workload.reduced:
+            schedule, notes = for_copy(schedule, structure)
+            self.notes += notes
+        return apply(self.job.model, schedule, structure=structure)
+
     def train(
         self,
         done: int,
@@ -438,7 +453,7 @@ class _Trainer:
         interruption: Interruption | None,
     ) -> None:
         """Steps `done` + 1 to `steps`."""
-        handle = apply(self.job.model, self.schedule)
+        handle = self._apply(self.schedule)
         try:
             for number in range(done + 1, steps + 1):
                 if interruption is not None and interruption.asked is not None:
@@ -500,8 +515,8 @@ class _Trainer:
         before = self.schedule
         for estimate in memory.smaller(self.estimates, before, memory.room_on(self.device)):
             try:
-                handle = apply(self.job.model, estimate.schedule)
-            except RuntimeRefused as refusal:
+                handle = self._apply(estimate.schedule)
+            except (RuntimeRefused, ScheduleError) as refusal:
                 self.notes.append(f"{estimate.schedule.name} was not tried: {refusal}")
                 continue
             self.schedule = estimate.schedule

@@ -43,6 +43,11 @@ def test_the_command_writes_a_plan_that_reads_back(advise: Advise, tmp_path: Pat
     assert plan_files.load(path).device_name == "RTX 4090"
 
 
+def test_a_byte_order_mark_is_no_damage(plan: Path) -> None:
+    plan.write_bytes(b"\xef\xbb\xbf" + plan.read_bytes())
+    assert plan_files.load(plan).device_name == "14 GiB card"
+
+
 def test_a_plan_comes_back_as_it_was_made(plan: Path, content: dict[str, Any]) -> None:
     loaded = plan_files.load(plan)
     assert loaded.workload == from_request({"model": "z_image", "resolution": 256, "caption_tokens": 32, "rank": 4})
@@ -102,7 +107,7 @@ def test_a_truncated_plan_says_where_it_ends(plan: Path, share: float) -> None:
     _refused(plan, "not complete JSON", "line", "make it again")
 
 
-@pytest.mark.parametrize("found", [PLAN_FORMAT + 1, 0, "1", None, True, [1]])
+@pytest.mark.parametrize("found", [PLAN_FORMAT + 1, 0, "1", None, True, [1], float(PLAN_FORMAT)])
 def test_a_plan_of_another_format_names_both(content: dict[str, Any], tmp_path: Path, found: Any) -> None:
     content["plan_format"] = found
     _refused(_save(content, tmp_path), f"plan format {found!r}", f"reads format {PLAN_FORMAT}", "made by version")
@@ -140,6 +145,9 @@ DAMAGE: list[tuple[tuple[str, ...], Any, str]] = [
     (("recommended", "controls"), {"actions": ["keep", "burn"]}, "valid actions"),
     (("recommended", "peak_gib"), None, "'recommended.peak_gib' must be a number"),
     (("recommended", "peak_gib"), True, "'recommended.peak_gib' must be a number"),
+    (("recommended", "fit_probability"), 5, "'recommended.fit_probability' must be a number from 0 to 1, not 5"),
+    (("workload", "frames"), True, "the plan says frames True where this version has 1"),
+    (("workload", "buckets"), True, "--bucket must be a list"),
     (("recommended", "fits"), 1, "'recommended.fits' must be true or false"),
     (("recommended", "reasons"), "because", "'recommended.reasons' must be a list of texts"),
     (("recommended", "breakdown"), [1], "recommended.breakdown must be a JSON object"),

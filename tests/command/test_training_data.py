@@ -49,6 +49,8 @@ def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
         ({"hidden_states": torch.full(SHAPE, torch.nan)}, r"a\.safetensors: hidden_states holds values that are not finite"),
         ({"hidden_states": torch.zeros(SHAPE, dtype=torch.int32)}, r"hidden_states holds whole numbers \(int32\), the model takes"),
         ({"hidden_states": torch.zeros(16, 3, 16, 8)}, r"hidden_states is \(16, 3, 16, 8\), the shape of the reduced copy, .* is \(16, 3, 16, 16\)"),
+        ({"hidden_states": torch.zeros(SHAPE).to(torch.float8_e4m3fn)}, r"a\.safetensors: hidden_states is float8_e4m3fn, .*valid: float16"),
+        ({"hidden_states": torch.zeros(SHAPE).to(torch.float8_e5m2)}, r"a\.safetensors: hidden_states is float8_e5m2, .*valid: float16"),
         ({"timestep": torch.zeros(1), "hidden_states": torch.zeros(SHAPE)}, "the model takes no 'timestep'; a sample can hold"),
         ({str(i): torch.zeros(1) for i in range(9)}, r"it has: 0, 1, 2, 3, 4, 5 and 3 more$"),
         ({"encoder_hidden_states": torch.zeros(8, 96)}, "has no tensor 'hidden_states'; it has: encoder_hidden_states"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -178,7 +179,10 @@ def test_a_faster_schedule_that_fits_is_shown_with_the_difference() -> None:
     assert chosen(choice) == FFN
     assert choice.faster is not None
     assert choice.faster.schedule == TORCH
-    assert choice.reasons[-1] == "torch also fits and is predicted 25% faster (1.5 s a step, peak 10.0 GiB)"
+    assert (
+        choice.reasons[-1]
+        == "torch also fits and is predicted 25% faster (1.5 s a step, peak 10.0 GiB); --objective fastest takes it"
+    )
 
 
 def test_a_schedule_that_is_hardly_faster_is_not_shown() -> None:
@@ -329,3 +333,9 @@ def test_a_faster_interval_that_is_a_tight_fit_is_named_but_not_chosen() -> None
     )
     assert chosen(choice) == Schedule(Backend.TORCH)
     assert any("tight fit" in reason and "70%" in reason for reason in choice.reasons)
+
+
+def test_a_peak_below_the_capacity_that_does_not_fit_says_what_the_allocator_needs() -> None:
+    fragmented = dataclasses.replace(estimate(NONE, 10), fits=False, reserved=30 * GIB)
+    choice = ladder(fragmented, estimate(TORCH, 5))
+    assert "no checkpointing: does not fit, peak 10.0 GiB, but the allocator needs 30.0 GiB of" in choice.reasons[0]

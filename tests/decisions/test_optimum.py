@@ -6,12 +6,14 @@ import itertools
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from advisor import api
+from advisor.per_block import check, for_copy
 from advisor.plan_files import load
-from advisor.verification import _for_copy
+from advisor.training import run
 from decision_rules.optimum import _lower_hull, optimum
 from estimators.devices import cpu_device, find_gpu
 from estimators.estimate import Estimator, Semantics
@@ -19,7 +21,7 @@ from estimators.schedule import Action, Backend, Schedule
 from probes.profile import Profile
 from probes.target import Target
 from probes.traced import trace
-from probes.workload import from_request, reduced_copy
+from probes.workload import WorkloadError, from_request, reduced_copy
 
 CARD = find_gpu("4090")
 SOME = (Action.RECOMPUTE, Action.KEEP_ATTENTION_ON_HOST, Action.RECOMPUTE_FFN, Action.KEEP)
@@ -146,7 +148,35 @@ def test_a_reduced_copy_takes_evenly_spaced_decisions() -> None:
     structure = _profile("sd3").structure
     n = len(structure.blocks)
     plan = Schedule.per_block(["recompute"] * (2 * n) + ["keep"] * (2 * n))
-    copied, notes = _for_copy(plan, structure)
+    copied, notes = for_copy(plan, structure)
     assert copied == Schedule.per_block(["recompute"] * (n // 2) + ["keep"] * (n - n // 2))
     assert str(4 * n) in notes[0]
-    assert _for_copy(Schedule(Backend.TORCH), structure) == (Schedule(Backend.TORCH), [])
+    assert for_copy(Schedule(Backend.TORCH), structure) == (Schedule(Backend.TORCH), [])
+
+
+def test_a_schedule_of_another_length_names_the_file_and_both_numbers() -> None:
+    workload = reduced_copy(from_request({"model": "sd3"}))
+    n = len(_profile("sd3").structure.blocks)
+
+    def plan(actions: list[str]) -> SimpleNamespace:
+        return SimpleNamespace(workload=workload, schedule=Schedule.per_block(actions), path="p.json")
+
+    check(plan(["keep"] * n))
+    with pytest.raises(
+        WorkloadError, match=rf"^p.json: the plan's model has {n} blocks, the plan lists {n + 1} actions$"
+    ):
+        check(plan(["keep"] * (n + 1)))
+
+
+def test_a_per_block_plan_trains_on_the_reduced_copy() -> None:
+    blocks = 24  # of SD3 medium; its copy has fewer
+    plan = SimpleNamespace(
+        workload=from_request({"model": "sd3", "optimizer": "sgd"}),
+        schedule=Schedule.per_block(["recompute"] * (blocks // 2) + ["keep"] * (blocks // 2)),
+        path="p.json",
+    )
+    result = run(plan, steps=1, device="cpu")
+    assert any("evenly spaced decisions of the plan's 24" in note for note in result.notes)
+    plan.schedule = Schedule.per_block(["keep"] * 5)
+    with pytest.raises(WorkloadError, match="has 24 blocks, the plan lists 5 actions"):
+        run(plan, steps=1, device="cpu")

@@ -144,6 +144,15 @@ BROKEN = {
     "text for a number": ("rates", {"gemm": "fast"}),
     "bands": ("bands", {"x": {"levels": [0.1]}}),
     "residual": ("time_residual", [1.0]),
+    "a rate of no hardware": ("rates", {**calibration.packaged().rates, "launch_seconds": 1e300}),
+    "a rate that is missing": ("rates", {"gemm": 0.7}),
+    "a rate that is not known": ("rates", {**calibration.packaged().rates, "luck": 0.5}),
+    "a rate beyond floats": ("rates", {**calibration.packaged().rates, "gemm": 10**400}),
+    "an absurd residual": ("time_residual", [1e308] * 5),
+    "an absurd card": (
+        "cards",
+        {"RTX 4090": {"receipts": 1, "time_log_ratio": 1e4, "time_scale": 1, "peak_scale": 1}},
+    ),
 }
 
 
@@ -162,8 +171,9 @@ def test_an_own_calibration_counts_and_a_broken_one_is_left_aside(
     own = dataclasses.replace(calibration.packaged(), source="own")
     (tmp_path / "calibration.json").write_text(json.dumps(own.to_json()))
     assert calibration.current()[0].source == "own"
-    (tmp_path / "calibration.json").write_text("{")
-    found, warning = calibration.current()
-    assert found == calibration.packaged()
-    assert warning is not None
-    assert "calibration.json" in warning
+    for broken in ("{", "[" * 100_000):
+        (tmp_path / "calibration.json").write_text(broken)
+        found, warning = calibration.current()
+        assert found == calibration.packaged()
+        assert warning is not None
+        assert "calibration.json" in warning

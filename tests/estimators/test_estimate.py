@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from estimators import allocator, optimizers
 from estimators.calibration import Band, Bands, bands_for, kind
 from estimators.devices import Device, DeviceKind, cpu_device, find_gpu
-from estimators.estimate import GIB, Estimate, Estimator, Semantics
+from estimators.estimate import GIB, Estimate, Estimator, Semantics, usable_reserved
 from estimators.memory import Replay
 from estimators.schedule import Backend, Offloading, Schedule
 from probes.profile import Profile
@@ -98,10 +98,13 @@ def test_bands_are_shares_of_the_estimate() -> None:
 @pytest.mark.parametrize("adapter", ["lora", "lokr", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "int8-quanto", "nf4"])
 @pytest.mark.parametrize("offload", ["none", "ramtorch", "blocks:4"])
-def test_every_kind_of_job_has_bands_with_their_source(adapter: str, precision: str, offload: str) -> None:
+@pytest.mark.parametrize("convolutional", [False, True])
+def test_every_kind_of_job_has_bands_with_their_source(
+    adapter: str, precision: str, offload: str, convolutional: bool
+) -> None:
     workload = from_request({"model": "flux"})
     changes = {"adapter": adapter, "precision": precision, "weights_offload": offload}
-    bands = bands_for(kind(dataclasses.replace(workload, **changes)))  # type: ignore[arg-type]
+    bands = bands_for(kind(dataclasses.replace(workload, **changes), convolutional=convolutional))  # type: ignore[arg-type]
     assert bands.source
     low, high = bands.peak(10**6)
     assert 0.6e6 < low < 10**6 < high <= 1.36e6
@@ -187,7 +190,8 @@ def test_a_card_with_one_byte_less_than_the_peak_does_not_fit(profile: Profile, 
     refused = estimator(profile, replay, needed - 1).estimate(Schedule())
     assert not refused.fits
     assert refused.fit_probability <= 0.5
-    assert estimator(profile, replay, needed).estimate(Schedule()).fit_probability == pytest.approx(0.5)
+    on_the_edge = estimator(profile, replay, needed).estimate(Schedule())
+    assert 0.1 < on_the_edge.fit_probability < 0.6
 
 
 def test_headroom_is_kept_free_byte_for_byte(profile: Profile, replay: Replay) -> None:
@@ -246,6 +250,22 @@ def test_a_known_result_of_the_allocator_is_not_simulated_again(
     assert estimator(profile, replay, reserved_cache=cache).estimate(Schedule()) == first
     with pytest.raises(AssertionError, match="simulated again"):
         estimator(profile, replay, reserved_cache=cache).estimate(Schedule(Backend.TORCH))
+
+
+def test_stored_allocator_results_that_cannot_be_are_made_anew(profile: Profile, replay: Replay) -> None:
+    cache: dict[str, Any] = {}
+    first = estimator(profile, replay, reserved_cache=cache).estimate(Schedule())
+    (key,) = cache
+    edited = {key: 5}
+    again = estimator(profile, replay, reserved_cache=edited).estimate(Schedule())
+    assert (again.reserved, again.fits) == (first.reserved, first.fits)
+    assert "below the peak" in again.notes[-1]
+    assert edited == cache
+    assert usable_reserved({key: 7, f"{key}|9": [7, False]}) == {key: 7, f"{key}|9": [7, False]}
+    for value in (-1, 1.5, True, "7", None, [7, False], 10**30):
+        assert usable_reserved({key: value}) == {}
+    for value in (7, [7], [7, 1], [True, False], ["7", False], [-1, False]):
+        assert usable_reserved({f"{key}|9": value}) == {}
 
 
 def test_two_per_block_schedules_with_equally_many_recomputed_blocks_are_told_apart(

@@ -229,6 +229,46 @@ def test_a_profile_whose_content_has_another_form_is_no_profile(changes: dict[st
         store.from_bytes(_rewritten(meta=_meta(**changes)))
 
 
+NOT_A_TAPE = {
+    "another length": {"birth": np.array([1, 2], np.int64)},
+    "two axes": {"size": np.zeros((3, 1), np.int64)},
+    "a birth after the step": {"birth": np.array([1, 2, 41], np.int64)},
+    "a birth before it": {"birth": np.array([-1, 2, 21], np.int64)},
+    "a storage that is not there": {"saved_storage": np.array([-1, 3], np.int64)},
+    "no storage at all": {"saved_storage": np.array([-2, 0], np.int64)},
+    "a negative size": {"size": np.array([512, -1, 0], np.int64)},
+    "no number": {"op_flops": np.array([np.nan, 0.0, 0.5])},
+    "endless work": {"op_bytes": np.array([np.inf, 4.0, 5.0])},
+    "another kind of kernel": {"op_kind": np.array([0, 9, 2], np.int8)},
+    "floats for places": {"death": np.array([5.0, 6.0, 22.0])},
+    "a call of a storage that is not there": {"meta": _meta(calls={"a": [[2, 9, [7], [True], [512], [], []]]})},
+    "a call with lists of other lengths": {"meta": _meta(calls={"a": [[2, 9, [0], [], [512], [], []]]})},
+    "a call that ends before it starts": {"meta": _meta(calls={"a": [[9, 2, [], [], [], [], []]]})},
+    "a read of a storage that is not there": {"meta": _meta(inner_reads={"a@b": [-1]})},
+    "a backward pass after the step": {"meta": _meta(bounds=[40, 50, 39])},
+}
+
+
+@pytest.mark.parametrize("case", sorted(NOT_A_TAPE))
+def test_a_tape_that_cannot_be_replayed_is_rebuilt_with_a_warning(builder: Builder, folder: Path, case: str) -> None:
+    builder.get()
+    _file(folder).write_bytes(_rewritten(**NOT_A_TAPE[case]))
+    assert same(builder.get(), make_profile())
+    assert builder.built == 2
+    assert "rebuilt" in builder.warnings[0]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000, "\udc80"])
+def test_a_small_file_that_is_not_readable_is_told_and_counts_as_empty(folder: Path, content: str) -> None:
+    folder.mkdir()
+    told: list[str] = []
+    assert store.read_small("a.json", told.append) == {}
+    assert told == []
+    (folder / "a.json").write_bytes(content.encode(errors="surrogateescape"))
+    assert store.read_small("a.json", told.append) == {}
+    assert str(folder / "a.json") in told[0]
+
+
 def test_another_format_is_named_with_the_one_that_is_read() -> None:
     with pytest.raises(ValueError, match=f"profile format 99, this version reads {store.FORMAT}"):
         store.from_bytes(_rewritten(meta=_meta(format=99)))
