@@ -285,6 +285,11 @@ def _check_model(model: str | None, model_class: str | None, model_config: str |
         outside.allow(model_class)
 
 
+def _given(value: str | None, default: str) -> str:
+    """An option's text; an empty one counts as given, for the check that follows to refuse."""
+    return default if value is None else value
+
+
 def _answer(params: Mapping[str, Any]) -> int:
     """The main job. Returns the exit status."""
     from advisor.present import detect_gpu
@@ -293,9 +298,9 @@ def _answer(params: Mapping[str, Any]) -> int:
 
     request = options.request(params)
     workload = options.workload(request)
-    executor = Executor(options.choice("executor", params["executor"] or "bundled", EXECUTORS))
-    objective = Objective(options.choice("objective", params["objective"] or "ladder", options.OBJECTIVES))
-    headroom = options.gib("headroom", options.number(params["headroom"] or "0"))
+    executor = Executor(options.choice("executor", _given(params["executor"], "bundled"), EXECUTORS))
+    objective = Objective(options.choice("objective", _given(params["objective"], "ladder"), options.OBJECTIVES))
+    headroom = options.gib("headroom", options.number(_given(params["headroom"], "0")))
     host_ram = None if params["host_ram"] is None else options.gib("host-ram", options.number(params["host_ram"]))
     vram = None if params["vram"] is None else options.number(params["vram"])
     device = options.device(params["gpu"], vram, detect_gpu)
@@ -375,24 +380,18 @@ def _output_files(params: Mapping[str, Any]) -> dict[str, Path]:
     if len(files) == 2 and files["export"] == files["plan"]:
         raise WorkloadError(f"--export and --plan both name {params['export']}; give two files")
     for option, path in files.items():
-        found = _json_object(path)
-        empty = not path.exists() or path.stat().st_size == 0
-        ours = empty or (found is not None and (set(found) <= KEYS if option == "export" else "plan_format" in found))
-        if not ours:
-            kind = "schedule keys" if option == "export" else f"a plan (format {PLAN_FORMAT})"
-            raise WorkloadError(
-                f"--{option} {params[option]}: the file holds other settings and would be replaced by {kind}; give another name"
+        if option == "export":
+            options.check_replaced(
+                option, params[option], path, lambda v: isinstance(v, dict) and set(v) <= KEYS, "schedule keys"
             )
+        else:
+            kind = f"a plan (format {PLAN_FORMAT})"
+            options.check_replaced(option, params[option], path, lambda v: _holds(v, "plan_format"), kind)
     return files
 
 
-def _json_object(path: Path) -> dict[str, Any] | None:
-    """What a small JSON file holds; None when it is not there or not a JSON object."""
-    try:
-        found = json.loads(path.read_text("utf-8")) if path.stat().st_size < 2**24 else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+def _holds(value: Any, key: str) -> bool:
+    return isinstance(value, dict) and key in value
 
 
 def _write(answer: Plan, files: Mapping[str, Path]) -> None:
@@ -452,6 +451,7 @@ def batch(
         if sys.stdin is None:
             raise WorkloadError("FILE -: standard input is closed")
         raise typer.Exit(_batch(sys.stdin.buffer))
+    options.input_file("FILE", file)
     if not Path(file).is_file():
         what = "is a folder" if Path(file).is_dir() else "is not a file" if Path(file).exists() else "does not exist"
         raise WorkloadError(f"FILE {file}: {what}; give a file of JSON lines, or - for standard input")
@@ -485,6 +485,8 @@ def models(
     from probes import catalogue
 
     if name is not None:
+        if not name:
+            raise WorkloadError("NAME '' is not a model; valid: " + ", ".join(catalogue.families()))
         family = catalogue.find(name)
         from advisor import reports
 
@@ -554,7 +556,8 @@ def probe(
     from probes import store
     from probes.target import Target
 
-    workload = options.workload(options.request(ctx.params))
+    request = options.request(ctx.params)
+    workload = options.workload(request)
     gpu = detect_gpu()
     capability = (gpu.capability if gpu is not None else None) or (8, 0)
     target = Target("cuda", capability, workload.attention)
@@ -574,7 +577,7 @@ def probe(
 
             return measure(workload, device="cuda")
 
-    warnings: list[str] = []
+    warnings = list(options.without_effect(request, workload))
     began = time.perf_counter()
     profile = store.get(workload, target.key(), source, build, warnings.append, refresh=refresh)
     took = time.perf_counter() - began
@@ -630,11 +633,13 @@ def verify(
     count = options.whole("steps", steps, 1, MAX_STEPS)
     options.choice("device", device, ("auto", "cpu", "cuda"))
     path = None if receipt is None else options.output_file("receipt", receipt)
-    loaded = plan_files.load(plan, model_class=model_class)
+    loaded = plan_files.load(options.input_file("PLAN", plan), model_class=model_class)
     for note in loaded.notes:
         _say(f"advise: note: {note}")
     if path is not None and path == loaded.path.resolve():
         raise WorkloadError(f"--receipt {receipt} is the plan itself; give another file")
+    if path is not None and receipt is not None:
+        options.check_replaced("receipt", receipt, path, lambda v: _holds(v, "receipt_format"), "a receipt")
     if device == "cuda" and detect_gpu() is None:
         raise WorkloadError("--device cuda: this machine has no CUDA GPU; auto and cpu run a reduced copy on the CPU")
     from advisor import verification
@@ -719,8 +724,8 @@ def largest_that_fits(
     options.choice("vary", vary, largest.VARIED)
     request = options.request(ctx.params)
     workload = options.workload(request)
-    chosen = Executor(options.choice("executor", executor or "bundled", EXECUTORS))
-    free = options.gib("headroom", options.number(headroom or "0"))
+    chosen = Executor(options.choice("executor", _given(executor, "bundled"), EXECUTORS))
+    free = options.gib("headroom", options.number(_given(headroom, "0")))
     host = None if host_ram is None else options.gib("host-ram", options.number(host_ram))
     card = options.device(gpu, None if vram is None else options.number(vram), detect_gpu)
     if card is None:
@@ -734,14 +739,17 @@ def largest_that_fits(
 
     with _telling() as tell:
         found = largest.search(request, vary, plan_for, tell)
-    for line in options.without_effect(request, workload):
-        _say(f"advise: warning: {line}")
+    ignored = options.without_effect({**request, **({vary: None} if vary == "rank" else {})}, workload)
     if as_json:
-        _print_json(found.to_json())
+        _print_json({**found.to_json(), "warnings": list(ignored)})
     else:
         from advisor import reports
 
-        sys.stdout.write(reports.render(lambda console: reports.draw_largest(found, console)))
+        def draw(console: Any) -> None:
+            reports.draw_largest(found, console)
+            reports.draw_lines([f"warning: {text}" for text in ignored], console)
+
+        sys.stdout.write(reports.render(draw))
     raise typer.Exit(DONE if found.best is not None else NOTHING_FITS)
 
 
@@ -767,18 +775,21 @@ def import_config(
 
     Exit status: 0 something fits, 1 nothing fits, 2 bad usage.
     """
-    from pathlib import Path
-
     from advisor import importing
     from advisor.present import detect_gpu
     from decision_rules.ladder import Objective
     from decision_rules.support import Executor, candidates
 
-    path = None if output is None else options.output_file("output", output)
-    free = options.gib("headroom", options.number(headroom or "0"))
-    aim = Objective(options.choice("objective", objective or "ladder", options.OBJECTIVES))
-    read = importing.read(Path(config).expanduser())
-    workload = options.workload(dict(read.request))
+    free = options.gib("headroom", options.number(_given(headroom, "0")))
+    aim = Objective(options.choice("objective", _given(objective, "ladder"), options.OBJECTIVES))
+    read = importing.read(options.input_file("CONFIG", config))
+    path = None
+    if output is not None:
+        path = options.output_file("output", output)
+        options.check_replaced("output", output, path, importing.is_configuration, "a SimpleTuner configuration")
+        if path == read.path.resolve():
+            _say(f"advise: note: --output {output} is the configuration that was read; it is replaced")
+    workload = importing.workload(read)
     card = options.device(gpu, None if vram is None else options.number(vram), detect_gpu)
     if card is None:
         raise WorkloadError("advise import needs a card to plan for and this machine has no GPU; give --gpu or --vram")
@@ -844,8 +855,6 @@ def calibrate(
 
     Takes a minute or two. Estimates use the result from then on.
     """
-    from pathlib import Path
-
     from estimators import calibration
 
     if reset:
@@ -854,13 +863,14 @@ def calibrate(
         calibration.own_file().unlink(missing_ok=True)
         _say("the packaged calibration counts again")
         return
+    folder = None if receipts is None else options.input_file("RECEIPTS", receipts)
     path = None if output is None else options.output_file("output", output)
+    if path is not None and output is not None:
+        options.check_replaced("output", output, path, lambda v: _holds(v, "calibration_format"), "a calibration")
     from advisor import calibrating
 
     with _telling() as tell:
-        found = calibrating.calibrate(
-            None if receipts is None else Path(receipts).expanduser(), save=not dry_run, output=path, say=tell
-        )
+        found = calibrating.calibrate(folder, save=not dry_run, output=path, say=tell)
     for line in found.left_aside:
         _say(f"advise: note: left aside: {line}")
     if as_json:
@@ -971,7 +981,7 @@ def run(
     if metrics is not None and asked["output"] is not None and Path(metrics).absolute().parent == asked["output"]:
         asked["output"].mkdir(exist_ok=True)
     asked["metrics"] = None if metrics is None else options.output_file("metrics", metrics)
-    loaded = plan_files.load(plan, model_class=model_class)
+    loaded = plan_files.load(options.input_file("PLAN", plan), model_class=model_class)
     for note in loaded.notes:
         _say(f"advise: note: {note}")
     if asked["metrics"] == loaded.path.resolve():

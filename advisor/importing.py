@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,15 @@ from typing import Any
 from estimators.schedule import Schedule, ScheduleError
 from probes import catalogue
 from probes.catalogue import UnknownModelError
-from probes.workload import OPTIMIZERS, PRECISIONS, WorkloadError
+from probes.workload import OPTIMIZERS, PRECISIONS, Workload, WorkloadError, from_request
 
 LARGEST = 4 * 2**20
+DEFAULT_BATCH = 4
+"""The trainer's own."""
+MODEL_TYPES = ("lora", "full")
+LORA_TYPES = ("standard", "lycoris")
+SIZES = ("pixel", "area", "pixel_area")
+"""What ``resolution_type`` can be."""
 
 _PRECISION = {"no_change": "bf16", "nf4-bnb": "nf4"}
 """The trainer's names that differ from the command's."""
@@ -27,14 +35,10 @@ _CONTROLS = (
     "gradient_checkpointing_offload_pin_memory_max_buckets",
     "gradient_checkpointing_offload_prefetch",
 )
-_READ = {
-    *_CONTROLS, "model_family", "model_flavour", "resolution", "resolution_type", "train_batch_size", "lora_rank", "lora_alpha",
-    "lora_dropout", "lora_type", "model_type", "optimizer", "base_model_precision", "mixed_precision", "fuse_qkv_projections", "ramtorch",
-    "gradient_accumulation_steps", "attention_mechanism",
-}  # fmt: skip
 _MEMORY = (
     "musubi_blocks_to_swap", "enable_group_offload", "dynamo_backend", "ramtorch_transformer_percent", "feed_forward_chunk_size",
     "enable_chunked_feed_forward", "use_ema", "controlnet", "fsdp_enable", "deepspeed_config", "ramtorch_target_modules",
+    "fsdp_activation_checkpointing", "tread_config", "layersync_enabled", "crepa_enabled", "distillation_method",
 )  # fmt: skip
 """Keys that change memory or time and are not read; said in a note where they are on."""
 
@@ -82,87 +86,174 @@ def read(path: Path) -> Imported:
     """Reads a SimpleTuner `config.json`.
 
     Raises:
-        WorkloadError: not readable, or it names a model or values that cannot be planned for.
+        WorkloadError: not readable, or it names a model or values that cannot be planned for; the file and the key are named.
     """
     try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise WorkloadError(f"{path}: {'is a folder' if stat.S_ISDIR(mode) else 'is not a regular file'}")
         if path.stat().st_size > LARGEST:
             raise WorkloadError(f"{path}: too large for a configuration")
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_constant)
     except FileNotFoundError:
         raise WorkloadError(f"{path}: no such file") from None
+    except WorkloadError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except (ValueError, RecursionError) as error:
         raise WorkloadError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
-    if not isinstance(content, dict) or not all(isinstance(k, str) for k in content):
-        raise WorkloadError(f"{path}: not a JSON object")
-    values = {_plain(k): v for k, v in content.items()}
-    if "model_family" not in values:
-        near = difflib.get_close_matches("model_family", list(values), 1)
+    if not is_configuration(content):
+        if not isinstance(content, dict):
+            raise WorkloadError(f"{path}: not a JSON object")
+        near = difflib.get_close_matches("model_family", [_plain(k) for k in content], 1)
         raise WorkloadError(
             f"{path}: has no model_family, so it is not a SimpleTuner configuration"
             + (f" ({near[0]}?)" if near else "")
         )
-    return _imported(path, content, values)
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        if _plain(key) in values:
+            raise WorkloadError(f"{path}: {_plain(key)} is in it twice, with dashes and without")
+        values[_plain(key)] = value
+    try:
+        return _imported(path, content, values)
+    except (WorkloadError, UnknownModelError, ScheduleError) as error:
+        raise WorkloadError(f"{path}: {error}") from None
+
+
+def is_configuration(content: Any) -> bool:
+    """Whether a JSON value is a SimpleTuner configuration: an object that names a model family."""
+    return isinstance(content, dict) and any(_plain(k) == "model_family" for k in content)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+_KEYS = {
+    "--model": "model_family", "--variant": "model_flavour", "--batch": "train_batch_size", "--rank": "lora_rank",
+    "--alpha": "lora_alpha", "--lora-dropout": "lora_dropout", "--precision": "base_model_precision", "--adapter": "model_type",
+    "--optimizer": "optimizer", "--resolution": "resolution", "--fuse-qkv": "fuse_qkv_projections", "--weights-offload": "ramtorch",
+}  # fmt: skip
+"""The configuration's keys behind the command's options."""
+
+
+def workload(read: Imported) -> Workload:
+    """The job that a configuration asks for.
+
+    Raises:
+        WorkloadError: a value that the model cannot have; the file and its key are named.
+    """
+    try:
+        return from_request(read.request)
+    except (WorkloadError, UnknownModelError) as error:
+        text = re.sub(r"--[a-z][a-z-]*", lambda m: _KEYS.get(m[0], m[0]), str(error))
+        if isinstance(error, UnknownModelError):
+            text = f"model_flavour: {text}"
+        raise type(error)(f"{read.path}: {text}") from None
 
 
 def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any]) -> Imported:
     notes: list[str] = []
-    request: dict[str, Any] = {"model": str(values["model_family"])}
+    request: dict[str, Any] = {"model": _text(values, "model_family")}
     try:
         family = catalogue.find(request["model"])
     except UnknownModelError as error:
-        raise WorkloadError(f"{path}: model_family: {error}") from None
-    if (flavour := values.get("model_flavour")) is not None:
-        request["variant"] = str(flavour)
+        raise WorkloadError(f"model_family: {str(error).removeprefix('--model ')}") from None
+    if (flavour := _text(values, "model_flavour")) is not None:
+        request["variant"] = flavour
     _size(values, family, request, notes)
-    if (batch := _number(values.get("train_batch_size"))) is not None:
+    if (batch := _number(values.get("train_batch_size"))) in (None, ""):
+        request["batch"] = DEFAULT_BATCH
+        notes.append(f"no train_batch_size in it: the trainer's default of {DEFAULT_BATCH} is taken")
+    else:
         request["batch"] = batch
     _adapter(values, request, notes)
     _base(values, request, notes)
-    if values.get("fuse_qkv_projections") is True:
+    if _flag(values, "fuse_qkv_projections"):
         request["fuse_qkv"] = True
-    if values.get("ramtorch") is True:
+    if _flag(values, "ramtorch"):
         request["weights_offload"] = "ramtorch"
-    if (steps := values.get("gradient_accumulation_steps")) not in (None, 1, "1"):
+    if (steps := values.get("gradient_accumulation_steps")) not in (None, "", 1, "1"):
         notes.append(
-            f"gradient_accumulation_steps {steps}: does not raise the peak; a step here is one forward and backward"
+            f"gradient_accumulation_steps {_shown(steps)}: does not raise the peak; a step here is one forward and backward"
         )
-    notes += [f"{k} is on and is not taken into account" for k in _MEMORY if values.get(k) not in _OFF]
-    try:
-        controls = {k: _number(values[k]) for k in _CONTROLS if values.get(k) not in (None, "", "None")}
-        controls.setdefault("gradient_checkpointing", True)  # the trainer's default
-        schedule = Schedule.from_controls(controls)
-    except ScheduleError as error:
-        raise WorkloadError(f"{path}: {error}") from None
-    return Imported(path, content, request, schedule, tuple(notes))
+    notes += [f"{k} is on and is not taken into account" for k in _MEMORY if not _is_off(values.get(k))]
+    controls = {k: _number(values[k]) for k in _CONTROLS if values.get(k) not in (None, "", "None")}
+    controls.setdefault("gradient_checkpointing", True)  # the trainer's default
+    return Imported(path, content, request, Schedule.from_controls(controls), tuple(notes))
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:60]
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    """True or false, also as text; absent, null and the empty text are false.
+
+    Raises:
+        WorkloadError: anything else.
+    """
+    value = _number(values.get(key))
+    if value in (None, "") or isinstance(value, bool):
+        return value is True
+    raise WorkloadError(f"{key} must be true or false, not {_shown(values[key])}")
+
+
+def _text(values: Mapping[str, Any], key: str, valid: Sequence[str] = (), default: str | None = None) -> str | None:
+    """A text, one of `valid` if there are any; the default where it is absent, null, empty or "None".
+
+    Raises:
+        WorkloadError: no text, or not a valid one.
+    """
+    value = values.get(key)
+    if value in (None, "", "None"):
+        return default
+    if not isinstance(value, str):
+        raise WorkloadError(f"{key} must be text, not {_shown(value)}")
+    if valid and value not in valid:
+        near = difflib.get_close_matches(value.lower(), valid, 1, 0.5)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise WorkloadError(f"{key} {value!r} is not known here{hint}; known: {', '.join(valid)}")
+    return value
+
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, (dict, list)):
+        return not value
+    return value in _OFF
 
 
 _OFF = (None, False, 0, "", "no", "No", "false", "False", "none", "0", 100, "100")
 
 
 def _number(value: Any) -> Any:
-    """Numbers that the trainer takes as text too."""
+    """Numbers, true and false that the trainer takes as text too."""
     if isinstance(value, str):
         if value.lower() in ("true", "false"):
             return value.lower() == "true"
-        if value.isascii() and value.isdecimal():
+        if re.fullmatch(r"[0-9]{1,18}", value):
             return int(value)
+        if re.fullmatch(r"[0-9]{1,18}\.[0-9]{0,18}", value):
+            return float(value)
     return value
 
 
 def _size(values: Mapping[str, Any], family: catalogue.Family, request: dict[str, Any], notes: list[str]) -> None:
-    size, kind = _number(values.get("resolution")), values.get("resolution_type", "pixel_area")
-    if size is None:
+    size, kind = _number(values.get("resolution")), _text(values, "resolution_type", SIZES, "pixel_area")
+    if size in (None, ""):
         notes.append("no resolution in it: the model's default is taken")
         return
+    if isinstance(size, bool) or not isinstance(size, (int, float, str)):
+        raise WorkloadError(f"resolution must be a number, not {_shown(size)}")
     step = family.pixel_multiple
-    if kind == "area" and isinstance(size, int | float):
+    if kind == "area" and not isinstance(size, str):
         side = step * round(_root(float(size) * 2**20) / step)
         notes.append(f"resolution {size} megapixels of 2^20: taken as {side}x{side}")
         request["resolution"] = f"{side}x{side}"
     else:
-        request["resolution"] = size
+        request["resolution"] = int(size) if isinstance(size, float) and size.is_integer() else size
     notes.append("aspect buckets live in the data backend's file, not in this one; plan for the largest with --bucket")
 
 
@@ -172,35 +263,38 @@ def _root(value: float) -> float:
 
 
 def _adapter(values: Mapping[str, Any], request: dict[str, Any], notes: list[str]) -> None:
-    if values.get("model_type", "full" if "lora_rank" not in values else "lora") == "full":
+    default = "full" if "lora_rank" not in values else "lora"
+    kind = _text(values, "lora_type", LORA_TYPES, "standard")
+    if _text(values, "model_type", MODEL_TYPES, default) == "full":
         request["adapter"] = "full"
         return
-    if values.get("lora_type", "standard") == "lycoris":
+    if kind == "lycoris":
         request["adapter"] = "lokr"
         notes.append("lora_type lycoris: its own file says which form and factor; taken as LoKr with factor 16")
+        return
     for key, name in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "lora_dropout")):
-        if request.get("adapter") != "lokr" and values.get(key) not in (None, ""):
+        if values.get(key) not in (None, ""):
             request[name] = _number(values[key])
 
 
 def _base(values: Mapping[str, Any], request: dict[str, Any], notes: list[str]) -> None:
-    precision = values.get("base_model_precision")
+    known = (*_PRECISION, *PRECISIONS)
+    precision = _text(values, "base_model_precision", known)
     if precision is not None:
-        found = _PRECISION.get(str(precision), str(precision))
-        if found not in PRECISIONS:
-            raise WorkloadError(
-                f"base_model_precision {precision!r} is not known here; known: {', '.join([*_PRECISION, *PRECISIONS])}"
-            )
-        request["precision"] = found
-    optimizer = values.get("optimizer")
-    if optimizer is not None:
-        name = str(optimizer)
-        if name in OPTIMIZERS:
-            request["optimizer"] = name
-        else:
-            near = difflib.get_close_matches(name, OPTIMIZERS, 1, 0.4)
-            notes.append(
-                f"optimizer {name} is not known here; {near[0] if near else 'adamw_bf16'} is taken in its place"
-            )
-            if near:
-                request["optimizer"] = near[0]
+        request["precision"] = _PRECISION.get(precision, precision)
+    mixed = _text(values, "mixed_precision", default="bf16")
+    if mixed != "bf16":
+        notes.append(f"mixed_precision {mixed} is not taken into account: the step is planned in bf16")
+    attention = _text(values, "attention_mechanism", default="diffusers")
+    if attention != "diffusers":
+        notes.append(
+            f"attention_mechanism {attention} is not taken into account: attention is planned as PyTorch runs it (diffusers)"
+        )
+    name = _text(values, "optimizer")
+    if name is None or name in OPTIMIZERS:
+        request |= {} if name is None else {"optimizer": name}
+        return
+    near = difflib.get_close_matches(name, OPTIMIZERS, 1, 0.4)
+    notes.append(f"optimizer {name} is not known here; {near[0] if near else 'adamw_bf16'} is taken in its place")
+    if near:
+        request["optimizer"] = near[0]

@@ -9,10 +9,11 @@ from typing import Any
 
 from advisor.api import Plan
 from probes.catalogue import Family
-from probes.workload import MAX_FRAMES, MAX_PIXELS, Workload, WorkloadError, from_request
+from probes.workload import MAX_FRAMES, MAX_PIXELS, MAX_RANK, Workload, WorkloadError, from_request
 
 VARIED = ("batch", "frames", "resolution", "rank")
-MOST_RANK = 4096
+FINE_RANK = 8
+"""Ranks from here on are tried in multiples of it."""
 MOST_BATCH = 4096
 MOST_TRIED = 24
 """Jobs traced in one search; a safeguard, a search needs five to twelve."""
@@ -68,7 +69,11 @@ def values(vary: str, workload: Workload) -> list[Any]:
     if vary == "rank":
         if workload.adapter == "full":
             raise WorkloadError("--vary rank: --adapter full has no rank")
-        return [2**i for i in range(MOST_RANK.bit_length())]
+        if workload.lokr_full_matrix and workload.adapter == "lokr":
+            raise WorkloadError(
+                "--vary rank: --lokr-full-matrix has no rank; leave it out, or vary batch or resolution"
+            )
+        return [*range(1, FINE_RANK), *range(FINE_RANK, MAX_RANK + 1, FINE_RANK)]
     if vary == "frames":
         if family.kind != "video":
             raise WorkloadError(f"--vary frames: {family.name} is an {family.kind} model")
@@ -156,7 +161,8 @@ def search(
     tried = tuple(t for _, t in sorted(seen.items()) if t is not None)
     limit = None
     if low == len(choices) - 1 or (low >= 0 and high < len(choices) and seen.get(high) is None):
-        limit = f"the model takes nothing larger than {choices[low]}"
+        who = "the model takes" if vary != "rank" else "this command tries"
+        limit = f"{who} nothing larger than {choices[low]}"
     return Largest(vary, tried, best, limit)
 
 

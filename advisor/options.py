@@ -7,6 +7,7 @@ Imports neither torch nor numpy: `advise --help` reads this module.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -353,7 +354,11 @@ def request(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number(text: str) -> Any:
-    """The finite number that a text stands for; the text itself where it is none, for the check that follows to refuse."""
+    """The finite number that a text stands for; the text itself where it is none, for the check that follows to refuse.
+
+    Only ASCII digits are numbers; Python's int() would take those of any script."""
+    if not text.isascii():
+        return text
     for kind in (int, float):
         try:
             value = kind(text)
@@ -467,11 +472,17 @@ def without_effect(given: Mapping[str, Any], workload: Workload) -> tuple[str, .
     """A sentence for each option that was given although it does nothing for this workload."""
     does_nothing = {
         "lora": ("lokr_factor", "lokr_full_matrix"),
+        "lokr": ("lora_dropout", *(("rank", "alpha") if workload.lokr_full_matrix else ())),
         "full": ("rank", "alpha", "lora_targets", "lora_dropout", "lokr_factor", "lokr_full_matrix"),
     }
     caption = () if given.get("caption_tokens") is None else _padded(workload)
+    if given.get("caption_tokens") is None and given.get("text_padding") == "longest":
+        caption = (
+            f"--text-padding longest has no effect without --caption-tokens: captions of {workload.text_tokens} tokens are planned for",
+        )
+    adapter = workload.adapter + (" --lokr-full-matrix" if workload.lokr_full_matrix else "")
     return caption + tuple(
-        f"--{key.replace('_', '-')} has no effect with --adapter {workload.adapter}"
+        f"--{key.replace('_', '-')} has no effect with --adapter {workload.adapter if key == 'lora_dropout' else adapter}"
         for key in does_nothing.get(workload.adapter, ())
         if given.get(key) not in (None, False)
     )
@@ -484,6 +495,43 @@ def _padded(w: Workload) -> tuple[str, ...]:
         f"--caption-tokens {w.caption_tokens} has no effect: {w.model} pads every caption to {w.text_tokens} tokens "
         "(--text-padding longest: if your trainer does not)",
     )
+
+
+def input_file(name: str, text: str) -> Path:
+    """The file or folder that an argument names.
+
+    Raises:
+        WorkloadError: an empty name, or one that no file can have.
+    """
+    if not text or "\0" in text:
+        raise WorkloadError(f"{name} {text!r} is not a file name")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # a home folder of nobody
+        raise WorkloadError(f"{name} {text}: {error}") from None
+
+
+def check_replaced(option: str, text: str, path: Path, ours: Callable[[Any], bool], kind: str) -> None:
+    """That a file which an option would write is new, empty, or of the same kind.
+
+    Args:
+        path: what `output_file` made of `text`.
+        ours: whether a JSON value is of that kind.
+        kind: its name, for the message.
+
+    Raises:
+        WorkloadError: the file holds something else.
+    """
+    try:
+        if not path.exists() or path.stat().st_size == 0:
+            return
+        found = json.loads(path.read_text("utf-8-sig")) if path.stat().st_size < 2**24 else None
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if found is None or not ours(found):
+        raise WorkloadError(
+            f"--{option} {text}: the file holds something else and would be replaced by {kind}; give another name"
+        )
 
 
 def output_file(option: str, text: str) -> Path:

@@ -237,7 +237,7 @@ def parse_resolution(value: Any, family: catalogue.Family, option: str = "resolu
     Raises:
         WorkloadError: not a size, or one that the model's VAE and patch do not divide (names the nearest that they do).
     """
-    match = re.fullmatch(r"\s*(\d{1,9})(?:\s*[xX*]\s*(\d{1,9}))?\s*", str(value))
+    match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*[xX*]\s*([0-9]{1,9}))?\s*", str(value))
     if isinstance(value, bool) or match is None:
         raise WorkloadError(f"--{option} {value!r} is not a size; write 1024 or 832x480 (width x height, pixels)")
     width = int(match[1])
@@ -344,7 +344,7 @@ def _buckets(get: Callable[..., Any], family: catalogue.Family, frames: int) -> 
         if len(listed) > MAX_BUCKETS:
             raise WorkloadError(f"--bucket: at most {MAX_BUCKETS} sizes, not {len(listed)}")
         for value in listed:
-            match = re.fullmatch(r"\s*(\d+\s*[xX*]\s*\d+)\s*[xX*]\s*(\d{1,9})\s*", str(value))
+            match = re.fullmatch(r"\s*([0-9]+\s*[xX*]\s*[0-9]+)\s*[xX*]\s*([0-9]{1,9})\s*", str(value))
             if match is None:
                 found.append((*parse_resolution(value, family, "bucket"), frames))
             elif family.kind != "video":
@@ -457,6 +457,9 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         SheetError: `sheet` is not valid.
     """
     get = {k: v for k, v in request.items() if v is not None}.get
+    for key in ("variant", "revision", "model_config", "model_class", "weights_offload"):
+        if get(key) == "":
+            raise WorkloadError(f"--{key.replace('_', '-')} '' is empty; give a value or leave it out")
     sheet_json = ""
     if sheet is None:
         from probes import outside
@@ -563,7 +566,7 @@ def _check_supported(w: Workload) -> None:
             f"--precision {w.precision} does not go with --adapter full: a quantised weight cannot be trained"
         )
     if w.weights_offload != "none":
-        if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9]\d*", w.weights_offload):
+        if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9][0-9]*", w.weights_offload):
             raise WorkloadError(
                 f"--weights-offload {w.weights_offload!r} is not valid; valid: none, ramtorch, blocks:N"
             )

@@ -1,6 +1,7 @@
 """advise import: a trainer's configuration is data; what it asks for, what would be better, and what is not understood."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,98 @@ def test_what_is_not_understood_is_said(tmp_path: Path) -> None:
         ({**CONFIG, "--model_family": "sd33"}, "model_family"),
         ({**CONFIG, "--base_model_precision": "int3"}, "base_model_precision"),
         ({**CONFIG, "--gradient_checkpointing_interval": -2}, "interval"),
+        ('{"--model_family": "sd3", "--lora_alpha": NaN}', "NaN is not a JSON number"),
+        ({**CONFIG, "--model_family": 3}, "model_family must be text, not 3"),
+        ({**CONFIG, "--model_flavour": ["medium"]}, "model_flavour must be text"),
+        ({**CONFIG, "--ramtorch": "maybe"}, 'ramtorch must be true or false, not "maybe"'),
+        ({**CONFIG, "--fuse_qkv_projections": 1}, "fuse_qkv_projections must be true or false, not 1"),
+        (
+            {**CONFIG, "--model_type": "loro"},
+            "model_type 'loro' is not known here .did you mean lora.?; known: lora, full",
+        ),
+        ({**CONFIG, "--model_type": True}, "model_type must be text, not true"),
+        ({**CONFIG, "--lora_type": "dora"}, "lora_type 'dora' is not known here.*; known: standard, lycoris"),
+        ({**CONFIG, "--lora_type": {}}, "lora_type must be text, not {}"),
+        ({**CONFIG, "--optimizer": 7}, "optimizer must be text, not 7"),
+        ({**CONFIG, "--base_model_precision": []}, "base_model_precision must be text"),
+        ({**CONFIG, "--resolution": [512]}, r"resolution must be a number, not \[512\]"),
+        ({**CONFIG, "--resolution_type": "pixels"}, "resolution_type 'pixels'.*did you mean pixel"),
+        ({**CONFIG, "lora_rank": 8}, "lora_rank is in it twice"),
     ],
 )
 def test_bad_configurations_get_one_line(tmp_path: Path, content: Any, message: str) -> None:
     with pytest.raises(WorkloadError, match=message) as caught:
         importing.read(write(tmp_path, content))
     assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lora_rank", "many", "lora_rank must be a whole number from 1"),
+        ("train_batch_size", 0, "train_batch_size must be from 1"),
+        ("lora_dropout", 1.0, "lora_dropout must be from 0 to 0.999"),
+        ("resolution", 100, "resolution 100 does not fit sd3"),
+        ("model_flavour", "huge", "model_flavour: sd3 has no variant 'huge'"),
+    ],
+)
+def test_a_value_that_the_model_cannot_have_is_told_by_its_key(
+    tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    read = importing.read(write(tmp_path, {**CONFIG, f"--{key}": value}))
+    with pytest.raises(WorkloadError, match=message) as caught:
+        importing.workload(read)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert f"--{key}" not in str(caught.value)
+
+
+@pytest.mark.parametrize("on", [True, "true", "True"])
+def test_true_may_be_text(tmp_path: Path, on: Any) -> None:
+    read = importing.read(write(tmp_path, {**CONFIG, "--ramtorch": on, "--fuse_qkv_projections": on}))
+    assert read.request["weights_offload"] == "ramtorch"
+    assert read.request["fuse_qkv"] is True
+    off = importing.read(write(tmp_path, {**CONFIG, "--ramtorch": "false", "--fuse_qkv_projections": ""}))
+    assert not {"weights_offload", "fuse_qkv"} & set(off.request)
+
+
+def test_what_changes_memory_and_is_not_read_is_noted(tmp_path: Path) -> None:
+    more = {"--mixed_precision": "fp16", "--attention_mechanism": "sageattention", "--use_ema": True}
+    notes = " ".join(importing.read(write(tmp_path, {**CONFIG, **more})).notes)
+    for key in ("mixed_precision fp16", "attention_mechanism sageattention", "use_ema"):
+        assert key in notes
+    usual = {"--mixed_precision": "bf16", "--attention_mechanism": "diffusers", "--use_ema": False}
+    assert importing.read(write(tmp_path, {**CONFIG, **usual})).notes == importing.read(write(tmp_path, CONFIG)).notes
+
+
+def test_an_absent_batch_size_is_the_trainers(tmp_path: Path) -> None:
+    read = importing.read(write(tmp_path, {k: v for k, v in CONFIG.items() if "batch" not in k}))
+    assert read.request["batch"] == 4
+    assert any("train_batch_size" in note for note in read.notes)
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path, message in (
+        (tmp_path / "fifo", "not a regular file"),
+        (Path("/dev/zero"), "not a regular"),
+        (tmp_path, "folder"),
+    ):
+        with pytest.raises(WorkloadError, match=message):
+            importing.read(path)
+
+
+def test_output_replaces_configurations_only_and_says_when_it_is_the_source(advise: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, CONFIG)
+    other = tmp_path / "other.json"
+    other.write_text('{"my": "notes"}')
+    done = advise("import", str(path), "--gpu", "4090", "--output", str(other))
+    assert done.status == 2
+    assert f"--output {other}: the file holds something else" in done.error
+    assert other.read_text() == '{"my": "notes"}'
+    done = advise("import", str(path), "--gpu", "4090", "--output", str(path))
+    assert done.status == 0
+    assert "is the configuration that was read; it is replaced" in done.err
 
 
 def test_the_command_answers_and_writes(advise: Any, tmp_path: Path) -> None:

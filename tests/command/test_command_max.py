@@ -76,11 +76,14 @@ def test_frames_are_those_of_the_vae() -> None:
     assert all(w.frames % 4 == 1 for w in asked)
 
 
-def test_ranks_are_powers_of_two() -> None:
-    plan_for, _ = plans(100)
+@pytest.mark.parametrize(("most", "rank"), [(5, 5), (100, 96), (777.7, 776), (10**9, 65536)])
+def test_ranks_are_refined_to_multiples_of_eight(most: float, rank: int) -> None:
+    plan_for, asked = plans(most)
     found = largest.search(SMALL, "rank", plan_for)
     assert found.best is not None
-    assert found.best.value == "64"
+    assert found.best.value == str(rank)
+    assert len(asked) <= largest.MOST_TRIED
+    assert found.limit == ("this command tries nothing larger than 65536" if rank == 65536 else None)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,7 @@ def test_ranks_are_powers_of_two() -> None:
     [
         (SMALL, "frames", "image model"),
         ({**SMALL, "adapter": "full"}, "rank", "has no rank"),
+        ({**SMALL, "adapter": "lokr", "lokr_full_matrix": True}, "rank", "--lokr-full-matrix has no rank"),
         ({"model": "ace_step"}, "resolution", "audio model"),
     ],
 )
@@ -104,6 +108,12 @@ def test_the_command(advise: Any) -> None:
     fits = [t["fits"] for t in found["tried"]]
     assert fits == sorted(fits, reverse=True)
     assert done.status == (0 if found["largest"] else 1)
+
+
+def test_options_without_effect_are_in_the_answer(advise: Any) -> None:
+    options = ("--resolution", "256", "--batch", "4096", "--lokr-factor", "4", "--text-padding", "longest")
+    found = json.loads(advise("max", "--model", "sd3", *options, "--gpu", "3060", "--json").out)
+    assert [w.partition(" has no effect")[0] for w in found["warnings"]] == ["--text-padding longest", "--lokr-factor"]
 
 
 def test_the_command_needs_a_card(advise: Any) -> None:
