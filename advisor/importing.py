@@ -151,7 +151,7 @@ def workload(read: Imported) -> Workload:
         text = re.sub(r"--[a-z][a-z-]*", lambda m: _KEYS.get(m[0], m[0]), str(error))
         if isinstance(error, UnknownModelError):
             text = f"model_flavour: {text}"
-        raise type(error)(f"{read.path}: {text}") from None
+        raise WorkloadError(f"{read.path}: {text}") from None
 
 
 def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any]) -> Imported:

@@ -160,9 +160,9 @@ def test_export_and_plan_replace_their_own_kind_only(advise: Advise, tmp_path: P
     assert advise(*SMALL, "--gpu", "4090", *both).status == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "plan.json"]
     export.write_text('{"model_family": "flux", "gradient_checkpointing": true}')
-    assert "holds other settings" in advise(*SMALL, "--gpu", "4090", *both).error
+    assert "holds something else" in advise(*SMALL, "--gpu", "4090", *both).error
     assert "model_family" in export.read_text()
-    assert "holds other settings" in advise(*SMALL, "--gpu", "4090", "--plan", str(export)).error
+    assert "holds something else" in advise(*SMALL, "--gpu", "4090", "--plan", str(export)).error
 
 
 def test_nothing_is_written_when_nothing_fits(advise: Advise, tmp_path: Path) -> None:
@@ -222,5 +222,5 @@ def test_this_machines_gpu_is_the_device_unless_one_is_named(advise: Advise, mon
 def test_an_output_file_that_holds_something_else_than_json_is_not_replaced(advise: Advise, tmp_path: Path) -> None:
     script = tmp_path / "lib.sh"
     script.write_text("echo kept\n")
-    assert "holds other settings" in advise(*SMALL, "--gpu", "4090", "--plan", str(script)).error
+    assert "holds something else" in advise(*SMALL, "--gpu", "4090", "--plan", str(script)).error
     assert script.read_text() == "echo kept\n"

@@ -101,7 +101,7 @@ def test_what_is_not_understood_is_said(tmp_path: Path) -> None:
         ({**CONFIG, "--fuse_qkv_projections": 1}, "fuse_qkv_projections must be true or false, not 1"),
         (
             {**CONFIG, "--model_type": "loro"},
-            "model_type 'loro' is not known here .did you mean lora.?; known: lora, full",
+            "model_type 'loro' is not known here .did you mean lora..; known: lora, full",
         ),
         ({**CONFIG, "--model_type": True}, "model_type must be text, not true"),
         ({**CONFIG, "--lora_type": "dora"}, "lora_type 'dora' is not known here.*; known: standard, lycoris"),
@@ -127,7 +127,7 @@ def test_bad_configurations_get_one_line(tmp_path: Path, content: Any, message: 
         ("train_batch_size", 0, "train_batch_size must be from 1"),
         ("lora_dropout", 1.0, "lora_dropout must be from 0 to 0.999"),
         ("resolution", 100, "resolution 100 does not fit sd3"),
-        ("model_flavour", "huge", "model_flavour: sd3 has no variant 'huge'"),
+        ("model_flavour", "huge", "model_flavour: .*huge"),
     ],
 )
 def test_a_value_that_the_model_cannot_have_is_told_by_its_key(
