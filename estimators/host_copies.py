@@ -162,17 +162,17 @@ class AttentionCopies:
         end, saves = self.let_go[sid], piece.saves
         released = max((int(t.released_at[i]) for i in saves), default=0)
         asked = min((int(t.unpacked_at[i]) for i in saves), default=int(NEVER))
-        until = _new(p, released)
-        start = _new(p, asked) if asked < NEVER else None
+        until = p.new_at(released)
+        start = p.new_at(asked) if asked < NEVER else None
         host = released
         if piece.returned:
             call = p.calls[self.returned[sid]]
             host = max(released, int(p.finish_[call.unit]))
             if p.replayed_[call.unit] and p.stop_[call.unit] > call.end:
                 start = p.replay_of(call.unit, call.end)
-                until = max(until, p.replay_of(call.unit, int(t.death[sid])), _new(p, downstream), start + 1)
+                until = max(until, p.replay_of(call.unit, int(t.death[sid])), p.new_at(downstream), start + 1)
         fetches = [] if start is None else [Fetch(start, until, end)]
-        return HostCopy(sid, piece.size, end, _new(p, end), _new(p, host), fetches, restored=piece.restored)
+        return HostCopy(sid, piece.size, end, p.new_at(end), p.new_at(host), fetches, restored=piece.restored)
 
     def in_turn(self, copies: Sequence[HostCopy]) -> list[tuple[int, int]]:
         """(new position, bytes) at which, where host and device are one memory, more is held for a moment than before or after: a
@@ -191,10 +191,6 @@ class AttentionCopies:
                 held -= int(size[sid])
             found.append((moment, most - held))
         return found
-
-
-def _new(place: Placement, position: int) -> int:
-    return int(place.new(np.array([position], np.int64))[0])
 
 
 def run_ahead(copies: Sequence[HostCopy]) -> None:

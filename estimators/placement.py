@@ -5,6 +5,7 @@ Positions are event numbers. *Tape positions* count the recorded step, *new posi
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -229,6 +230,8 @@ class Placement:
         order = np.argsort(self._trigger, kind="stable")[: int(self.replayed_.sum())]
         self._inserted_at = self._trigger[order]
         self._inserted = np.concatenate([[0], np.cumsum(self.length_[order])])
+        self._steps: tuple[list[int], list[int]] | None = None
+        """The same two as lists, for single positions."""
         self.replay_start_ = np.zeros(n, np.int64)
         """New position at which the recomputation starts."""
         self.replay_start_[order] = self._inserted_at + self._inserted[:-1]
@@ -251,6 +254,15 @@ class Placement:
         """Tape positions as new positions; NEVER stays."""
         moved = positions + self._inserted[np.searchsorted(self._inserted_at, positions, side="right")]
         return np.where(positions < NEVER, moved, NEVER)
+
+    def new_at(self, position: int) -> int:
+        """One tape position as a new position."""
+        if position >= NEVER:
+            return int(NEVER)
+        if self._steps is None:
+            self._steps = (self._inserted_at.tolist(), self._inserted.tolist())
+        at, inserted = self._steps
+        return position + inserted[bisect.bisect_right(at, position)]
 
     def replay_of(self, unit: int, position: int) -> int:
         """New position at which a unit's recomputation comes to a tape position of its forward part."""

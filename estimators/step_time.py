@@ -230,13 +230,17 @@ class Clock:
     def _again(self, memory: Memory) -> tuple[list[tuple[int, int]], int]:
         """Ranges of kernels that run again, and saved tensors packed meanwhile."""
         tape = self.profile.tape
-        ranges, saved = [], 0
-        for span in memory.recomputed:
-            for start, end in span.ranges:
-                lo, hi = np.searchsorted(self._op_at, (start, max(start, min(end, span.stop + 1))))
-                ranges.append((int(lo), int(hi)))
-                lo, hi = np.searchsorted(tape.saved_at, (start, end))
-                saved += int(hi - lo)
+        bounds = np.array(
+            [
+                (start, max(start, min(end, span.stop + 1)), end)
+                for span in memory.recomputed
+                for start, end in span.ranges
+            ],
+            np.int64,
+        ).reshape(-1, 3)
+        low, high = np.searchsorted(self._op_at, bounds[:, 0]), np.searchsorted(self._op_at, bounds[:, 1])
+        ranges = list(zip(low.tolist(), high.tolist(), strict=True))
+        saved = int((np.searchsorted(tape.saved_at, bounds[:, 2]) - np.searchsorted(tape.saved_at, bounds[:, 0])).sum())
         return ranges, saved
 
     def _load(
