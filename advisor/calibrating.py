@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from advisor.api import Session
+from advisor.api import PlanError, Session
+from advisor.plan_files import workload_of
 from advisor.published import Answered, estimates, synthetic
 from decision_rules.support import Executor, semantics
 from estimators import fitting
@@ -20,7 +22,7 @@ from estimators.fitting import Case
 from estimators.schedule import Schedule, ScheduleError
 from probes import store
 from probes.traced import TraceError
-from probes.workload import REQUEST_KEYS, WorkloadError, from_request
+from probes.workload import WorkloadError
 
 LARGEST_RECEIPT = 4 * 2**20
 
@@ -102,42 +104,64 @@ class ReceiptError(ValueError):
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > LARGEST_RECEIPT:
+        found_as = path.stat()
+        if not stat.S_ISREG(found_as.st_mode):
+            raise ReceiptError("not a regular file")
+        if found_as.st_size > LARGEST_RECEIPT:
             raise ReceiptError("too large for a receipt")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         if isinstance(error, ReceiptError):
             raise
         raise ReceiptError(f"not readable JSON ({str(error).splitlines()[0]})") from None
-    if not isinstance(found, dict) or found.get("receipt_format") != 1:
+    if not isinstance(found, dict) or type(found.get("receipt_format")) is not int or found["receipt_format"] != 1:
         raise ReceiptError("not a receipt of advise verify")
     return found
+
+
+def _measured(receipt: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """(peak in GiB, seconds a step); one of them may be missing."""
+    values = receipt["measured"]["peak_gib"], receipt["measured"]["step_seconds"]
+    for value in values:
+        if value is not None and (type(value) not in (int, float) or not 0 < value < 1e6):
+            raise ReceiptError("its measurements are not positive numbers")
+    if values == (None, None):
+        raise ReceiptError("it holds neither a peak nor a step time")
+    return values
+
+
+def _schedule(receipt: Mapping[str, Any]) -> Schedule:
+    if receipt["controls"] is not None:
+        return Schedule.from_controls(receipt["controls"])
+    actions = receipt["actions"]
+    if not isinstance(actions, list) or not actions or not all(isinstance(a, str) for a in actions):
+        raise ReceiptError("its actions are no list of texts")
+    return Schedule.per_block(actions)
 
 
 def receipt_case(path: Path, session: Session) -> Case:
     """A receipt as a case: its job is traced again and estimated with the rates left open.
 
+    A receipt is data: no code is imported and nothing is asked of the network because of one.
+
     Raises:
         ReceiptError: a receipt of a CPU run or a reduced copy, of a card that is not known, or of a job that cannot be estimated.
     """
     receipt = _read(path)
-    if receipt.get("reduced_copy") or receipt.get("device") == "cpu":
-        raise ReceiptError("a run of a reduced copy on the CPU says nothing about a card")
     try:
-        described, measured = receipt["workload"], receipt["measured"]
-        workload = from_request({k: v for k, v in described.items() if k in REQUEST_KEYS})
-        schedule = Schedule.from_controls(receipt["controls"])
+        if receipt["reduced_copy"] is not False or str(receipt["device"]).lower().startswith("cpu"):
+            raise ReceiptError("a run of a reduced copy on the CPU says nothing about a card")
+        workload = workload_of(receipt["workload"], path.name, "receipt", "verify again")
+        schedule = _schedule(receipt)
         device = find_gpu(receipt["device"])
-        peak, seconds = measured["peak_gib"], measured["step_seconds"]
-        if not all(v is None or (isinstance(v, int | float) and 0 < v < 1e6) for v in (peak, seconds)):
-            raise ReceiptError("its measurements are not positive numbers")
+        peak, seconds = _measured(receipt)
         _, profile, _ = session._profile(workload, device)
         estimator = Estimator(profile, device, semantics(Executor.BUNDLED, workload.model))
         memory = estimator.replay.run(estimator.semantics.resolve(schedule, profile), estimator.resident)
     except (KeyError, TypeError, AttributeError) as error:
         raise ReceiptError(f"incomplete ({type(error).__name__}: {error})") from None
-    except (WorkloadError, ScheduleError, DeviceError, TraceError) as error:
-        raise ReceiptError(str(error)) from None
+    except (PlanError, WorkloadError, ScheduleError, DeviceError, TraceError) as error:
+        raise ReceiptError(str(error).removeprefix(f"{path.name}: ")) from None
     return Case(
         family=f"receipt {workload.model}",
         gpu=device.name,
@@ -155,7 +179,8 @@ def _receipts(folder: Path) -> Iterator[Path]:
         yield folder
         return
     if not folder.is_dir():
-        raise WorkloadError(f"{folder}: no such folder of receipts")
+        what = "neither a folder nor a regular file" if folder.exists() else "no such folder of receipts"
+        raise WorkloadError(f"{folder}: {what}")
     yield from sorted(folder.rglob("*.json"))
 
 

@@ -60,10 +60,10 @@ class LoadedPlan:
 class _Reader:
     """Typed access to a JSON object; errors name the key by its path in the file."""
 
-    def __init__(self, name: str, content: Any, where: str = "") -> None:
-        self.name, self.where = name, where
+    def __init__(self, name: str, content: Any, where: str = "", kind: str = "plan", again: str = _AGAIN) -> None:
+        self.name, self.where, self.kind, self.again = name, where, kind, again
         if not isinstance(content, dict):
-            raise PlanError(f"{name}: {where or 'the plan'} must be a JSON object, not {_kind(content)}; {_AGAIN}")
+            raise PlanError(f"{name}: {where or f'the {kind}'} must be a JSON object, not {_kind(content)}; {again}")
         self.content: dict[str, Any] = content
 
     def _path(self, key: str) -> str:
@@ -71,14 +71,16 @@ class _Reader:
 
     def value(self, key: str) -> Any:
         if key not in self.content:
-            raise PlanError(f"{self.name}: {self._path(key)!r} is missing; {_AGAIN}")
+            raise PlanError(f"{self.name}: {self._path(key)!r} is missing; {self.again}")
         return self.content[key]
 
     def _wrong(self, key: str, wanted: str) -> PlanError:
-        return PlanError(f"{self.name}: {self._path(key)!r} must be {wanted}, not {_kind(self.content[key])}; {_AGAIN}")
+        return PlanError(
+            f"{self.name}: {self._path(key)!r} must be {wanted}, not {_kind(self.content[key])}; {self.again}"
+        )
 
     def object(self, key: str) -> _Reader:
-        return _Reader(self.name, self.value(key), self._path(key))
+        return _Reader(self.name, self.value(key), self._path(key), self.kind, self.again)
 
     def text(self, key: str) -> str:
         if not isinstance(value := self.value(key), str):
@@ -230,8 +232,24 @@ def _parse(path: Path) -> dict[str, Any]:
 SIZES = ("resolution", "frames", "seconds", "references", "caption_tokens")
 
 
+def workload_of(content: Any, name: str, kind: str, again: str) -> Workload:
+    """The job that another file describes as plans do (`Workload.describe`). Imports no code and asks no network.
+
+    Args:
+        name: of the file, for messages; `kind`: what it is; `again`: how to make a new one.
+
+    Raises:
+        PlanError: it cannot be read back exactly.
+    """
+    workload = _workload(_Reader(name, content, "workload", kind, again))
+    reference = workload.family.model_class
+    if reference.partition(":")[0] != "diffusers" and reference not in catalogue.classes():
+        raise PlanError(f"{name}: the {kind} is for {reference}, and importing that would run its code")
+    return workload
+
+
 def _workload(stored: _Reader) -> Workload:
-    name = stored.name
+    name, kind = stored.name, stored.kind
     for key in ("model", "variant"):
         stored.text(key)
     reduced = stored.flag("reduced")
@@ -241,7 +259,7 @@ def _workload(stored: _Reader) -> Workload:
     sheet = stored.object("sheet").content if "sheet" in stored.content else None
     if sheet is None and outside.is_outside(given):
         raise PlanError(
-            f"{name}: the plan's model {stored.text('model')!r} is not in the catalogue and it holds no sheet; {_AGAIN}"
+            f"{name}: the {kind}'s model {stored.text('model')!r} is not in the catalogue and it holds no sheet; {stored.again}"
         )
 
     def sized(key: str) -> bool:
@@ -255,18 +273,18 @@ def _workload(stored: _Reader) -> Workload:
     except UnknownModelError as error:
         raise PlanError(f"{name}: {error}") from None
     except SheetError as error:
-        raise PlanError(f"{name}: the plan's 'sheet' is not valid: {error}") from None
+        raise PlanError(f"{name}: the {kind}'s 'sheet' is not valid: {error}") from None
     except (WorkloadError, ArithmeticError, TypeError, AttributeError) as error:
-        raise PlanError(f"{name}: the plan's workload is not valid here: {error}") from None
+        raise PlanError(f"{name}: the {kind}'s workload is not valid here: {error}") from None
     if reduced:
         workload = reduced_copy(workload)
     found = workload.describe()
     for key in dict.fromkeys((*found, *stored.content)):
         if key not in found:
-            raise PlanError(f"{name}: 'workload.{key}' is not known to this version; {_AGAIN}")
+            raise PlanError(f"{name}: 'workload.{key}' is not known to this version; {stored.again}")
         if not _same(stored.value(key), found[key]):
             raise PlanError(
-                f"{name}: the plan says {key} {stored.content[key]!r} where this version has {found[key]!r}; {_AGAIN}"
+                f"{name}: the {kind} says {key} {stored.content[key]!r} where this version has {found[key]!r}; {stored.again}"
             )
     return workload
 

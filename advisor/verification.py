@@ -107,6 +107,7 @@ class Receipt:
             "reduced_copy": self.workload.reduced,
             "schedule": self.schedule.name,
             "controls": None if self.schedule.actions is not None else self.schedule.to_controls(),
+            **({} if self.schedule.actions is None else {"actions": [str(a) for a in self.schedule.actions]}),
             "device": self.device,
             "steps": self.steps,
             "predicted": _in_gib(self.predicted),
