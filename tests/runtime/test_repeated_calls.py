@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +28,8 @@ from probes.structure import Structure
 from probes.tape import Call, Tape
 from probes.workload import from_request, reduced_copy
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 WIDTH, TOKENS, TEXT = 48, 160, 40
 
 SCHEDULES = [
@@ -42,6 +46,15 @@ SCHEDULES = [
     Schedule(Backend.TORCH, 2, offload_attention=True),
     Schedule(Backend.TORCH_FFN, offload_attention=True),
 ]
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """What the libraries hold is not looked at again by every garbage collection that a measurement asks for."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class _Attention(nn.Module):
