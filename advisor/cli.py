@@ -1,13 +1,14 @@
 """The `advise` command: options in, text or JSON out, an exit status.
 
 Exit status: 0 something fits (or the command did its work), 1 nothing fits (`batch`: some line failed, `verify`: outside the
-band), 2 bad usage or a question that cannot be answered, 130 interrupted, 143 terminated (`run`), 141 the reader of the output went away.
+band), 2 bad usage or a question that cannot be answered, 130 interrupted, 143 terminated, 141 the reader of the output went away.
 Heavy imports are inside the commands: `advise --help` imports neither torch nor numpy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -21,6 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from advisor import options
+from advisor.interruption import terminated_cleanly
 from probes.workload import EXECUTORS, WorkloadError
 
 if TYPE_CHECKING:
@@ -106,8 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        status = _run(args)
-        sys.stdout.flush()
+        with terminated_cleanly():
+            status = _run(args)
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         _silence_stdout()
@@ -121,9 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("ADVISE_DEBUG") and not options.is_expected(error):
             raise
+        what = ""
         if isinstance(error, OSError):
+            # Errors about files name them (`store.atomic_write`).
+            full = error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
+            what = "standard output: " if full else ""
             _silence_stdout()
-        _complain(options.describe(error))
+        _complain(what + options.describe(error))
     return BAD_USAGE
 
 

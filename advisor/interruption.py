@@ -31,6 +31,24 @@ class Stopped(KeyboardInterrupt):
         return 128 + self.number
 
 
+@contextlib.contextmanager
+def terminated_cleanly() -> Iterator[None]:
+    """SIGTERM raises `Stopped` in here, so that what is half done is cleaned up as after Ctrl-C. Does nothing outside the main
+    thread, and where somebody else handles the signal or ignores it."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class Interruption:
     """Notes a signal instead of dying from it, while `deferred`; elsewhere, and for a second signal, `Stopped` is raised at once.
 

@@ -195,6 +195,8 @@ def _own(file: str) -> dict[str, Any]:
         content: Any = (
             json.loads(text) if path.suffix == ".json" or text.lstrip().startswith("{") else tomllib.loads(text)
         )
+    except WorkloadError:
+        raise
     except OSError as error:
         raise WorkloadError(f"{who}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,10 @@ BAD = [
     ((*FLUX, "--resolution", "\u0665\u0661\u0662"), ("--resolution", "is not a size")),
     ((*FLUX, "--bucket", "\u0665\u0661\u0662x512"), ("--bucket", "is not a size")),
     (("max", *FLUX, "--gpu", "4090", "--executor", ""), ("--executor ''",)),
+    (
+        ("--model-class", "a.b:C", "--model-config", "/no/such.toml"),
+        ("--model-config /no/such.toml: no such file",),
+    ),
     (("models", ""), ("NAME ''", "flux")),
     (("verify", ""), ("PLAN ''", "not a file name")),
     (("run", ""), ("PLAN ''", "not a file name")),
@@ -239,7 +244,12 @@ def test_an_unexpected_error_is_one_line_too(advise: Advise, monkeypatch: pytest
     assert "ADVISE_DEBUG" in done.error
 
 
-def test_interrupting_a_trace_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")]
+)
+def test_interrupting_a_trace_is_one_line_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, status: int, line: str
+) -> None:
     cache, export = tmp_path / "cache", tmp_path / "a.json"
     process = subprocess.Popen(
         [sys.executable, "-m", "advisor.cli", *SMALL, "--gpu", "4090", "--export", str(export)],
@@ -250,13 +260,51 @@ def test_interrupting_a_trace_is_one_line_and_leaves_nothing(tmp_path: Path) -> 
     )
     assert process.stderr is not None
     assert "tracing z_image" in process.stderr.readline()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert out == ""
-    assert err.strip() == "advise: error: interrupted"
+    assert err.strip() == f"advise: error: {line}"
     assert not export.exists()
     assert not cache.exists() or list(cache.iterdir()) == []
+
+
+STOPPED_EARLY = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), int(sys.argv[1]))
+sys.meta_path.insert(0, Finder())
+from advisor.entry import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")]
+)
+def test_a_signal_while_the_command_is_imported_is_one_line(
+    cache: Path, number: signal.Signals, status: int, line: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_EARLY, str(int(number))],
+        capture_output=True,
+        text=True,
+        env=environment(cache),
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", f"advise: error: {line}\n")
+
+
+def test_the_installed_command_starts_where_signals_are_answered(cache: Path) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"advise": "advisor.entry:main"}
+    code = "import sys; from advisor.entry import main; sys.argv[1:] = ['--version']; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(cache), check=True
+    )
+    assert done.stdout.startswith("advise ")
 
 
 def test_a_reader_that_goes_away_is_silent(cache: Path) -> None:
@@ -278,17 +326,18 @@ def test_a_reader_that_goes_away_is_silent(cache: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_on_standard_output_is_one_line(cache: Path) -> None:
+@pytest.mark.parametrize("args", [["gpus"], ["models", "--json"], ["--help"]])
+def test_a_full_disk_on_standard_output_is_one_line(cache: Path, args: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "advisor.cli", "gpus"],
+            [sys.executable, "-m", "advisor.cli", *args],
             stdout=full,
             stderr=subprocess.PIPE,
             env=environment(cache),
             check=False,
         )
     assert done.returncode == 2
-    assert done.stderr.decode() == "advise: error: No space left on device\n"
+    assert done.stderr.decode() == "advise: error: standard output: No space left on device\n"
 
 
 def test_an_ascii_terminal_is_no_reason_to_fail(cache: Path) -> None:
