@@ -556,7 +556,10 @@ def probe(
     weights_offload: options.WeightsOffload = None,
     refresh: options.Refresh = False,
 ) -> None:
-    """Makes a model's profile, stores it and says what was found: measured on this machine's GPU, traced without one."""
+    """Makes a model's profile, stores it and says what was found: measured on this machine's GPU, traced without one.
+
+    Exit status: 0 done, 2 bad usage or a model that cannot be profiled.
+    """
     _check_model(model, model_class, model_config)
     from advisor import reports
     from advisor.present import detect_gpu
@@ -710,7 +713,7 @@ def largest_that_fits(
     fuse_qkv: options.FuseQkv = False,
     compile: options.Compile = None,
     weights_offload: options.WeightsOffload = None,
-    gpu: options.Gpu = None,
+    gpu: options.NeededGpu = None,
     vram: options.Vram = None,
     headroom: options.Headroom = None,
     host_ram: options.HostRam = None,
@@ -719,8 +722,8 @@ def largest_that_fits(
 ) -> None:
     """Finds the largest batch, frame count, resolution or rank that fits a card, and what it costs.
 
-    The search starts at the given value (or the model's default) and traces a handful of jobs. Exit status: 0 found, 1 not
-    even the smallest value fits, 2 bad usage.
+    The search starts at the given value (or the model's default) and traces a handful of jobs. Ranks above 8 are multiples
+    of 8. Exit status: 0 found, 1 not even the smallest value fits, 2 bad usage.
     """
     _check_model(model, model_class, model_config)
     from advisor import largest
@@ -763,7 +766,7 @@ def largest_that_fits(
 @app.command("import", cls=_Command)
 def import_config(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A SimpleTuner config.json.", show_default=False)],
-    gpu: options.Gpu = None,
+    gpu: options.NeededGpu = None,
     vram: options.Vram = None,
     headroom: options.Headroom = None,
     objective: options.ObjectiveName = None,
@@ -860,7 +863,7 @@ def calibrate(
 ) -> None:
     """Refits step-time rates and bands on published measurements and on receipts of one's own.
 
-    Takes a minute or two. Estimates use the result from then on.
+    Takes a minute or two. Estimates use the result from then on. Exit status: 0 done, 2 bad usage or no usable receipt.
     """
     from estimators import calibration
 

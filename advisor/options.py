@@ -299,6 +299,15 @@ Gpu = Annotated[
         text="Card to plan for (`advise gpus` lists them). Default: this machine's GPU; without one, all memory tiers.",
     ),
 ]
+NeededGpu = Annotated[
+    str | None,
+    _option(
+        "--gpu",
+        panel=DEVICE,
+        metavar="NAME",
+        text="Card to plan for (`advise gpus` lists them). Default: this machine's GPU; without one, this or --vram is needed.",
+    ),
+]
 Vram = Annotated[
     str | None,
     _option(

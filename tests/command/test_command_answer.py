@@ -7,10 +7,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_helpers import SMALL, Done, in_process_of_its_own
 
+from advisor import options as command_options
 from advisor import reports
 from estimators import devices
 from estimators.estimate import GIB, Estimate
@@ -138,6 +140,32 @@ def test_an_option_without_effect_is_said(advise: Advise) -> None:
     assert (
         "--lokr-factor has no effect with --adapter lora" in advise(*SMALL, "--gpu", "4090", "--lokr-factor", "4").flat
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (["--adapter", "lokr", "--lora-dropout", "0.2"], ["--lora-dropout has no effect with --adapter lokr"]),
+        (["--adapter", "lokr", "--rank", "8"], []),
+        (
+            ["--adapter", "lokr", "--lokr-full-matrix", "--rank", "8", "--alpha", "2"],
+            [f"{option} has no effect with --adapter lokr --lokr-full-matrix" for option in ("--rank", "--alpha")],
+        ),
+        (["--text-padding", "longest"], ["--text-padding longest has no effect without --caption-tokens"]),
+        (["--text-padding", "longest", "--caption-tokens", "64"], []),
+        (["--rank", "8", "--lora-dropout", "0"], []),
+    ],
+)
+def test_every_option_without_effect_is_known(options: list[str], warned: list[str]) -> None:
+    keys = {"--adapter": "adapter", "--lora-dropout": "lora_dropout", "--rank": "rank", "--alpha": "alpha"}
+    keys |= {"--text-padding": "text_padding", "--caption-tokens": "caption_tokens"}
+    params: dict[str, Any] = {"model": "sd3", "lokr_full_matrix": "--lokr-full-matrix" in options}
+    texts = [o for o in options if o != "--lokr-full-matrix"]
+    params |= {keys[name]: value for name, value in zip(texts[::2], texts[1::2], strict=True)}
+    request = command_options.request(params)
+    found = command_options.without_effect(request, command_options.workload(request))
+    assert len(found) == len(warned)
+    assert all(text.startswith(start) for text, start in zip(found, warned, strict=True))
 
 
 def test_export_holds_only_the_trainers_keys(advise: Advise, tmp_path: Path) -> None:

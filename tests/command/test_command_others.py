@@ -81,6 +81,10 @@ def test_probe_says_what_was_found_and_where_it_is(advise: Advise, cache: Path) 
     assert any(str(p) in done.out.replace("\n", "").replace(" ", "") for p in stored)
 
 
+def test_probe_says_which_options_do_nothing(advise: Advise) -> None:
+    assert "--lokr-factor has no effect with --adapter lora" in advise("probe", *SMALL, "--lokr-factor", "4").flat
+
+
 def test_probe_with_refresh_makes_the_profile_again(
     advise: Advise, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
