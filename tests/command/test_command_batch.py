@@ -103,6 +103,16 @@ REFUSED = [
     (b"[" * 100_000, "nested too deeply"),
     (b'{"model": "flux", "gpu": "H100", "batch": NaN}', "NaN"),
     (b'{"model": "flux", "gpu": "H100", "batch": 1e999}', "--batch"),
+    *(
+        (b'{"model": "flux", "gpu": "H100", "%s": ""}' % key, part)
+        for key, part in (
+            (b"variant", "--variant ''"),
+            (b"executor", "--executor ''"),
+            (b"objective", "--objective ''"),
+            (b"headroom", "'headroom' must be a number"),
+            (b"revision", "--revision ''"),
+        )
+    ),
     (b'{"model": "flux", "gpu": "H100", "alpha": ' + b"9" * 6000 + b"}", "--alpha"),
     (b'{"model": "flux", "gpu": "H100", "rank": 16, "rank": 8}', "'rank' is given twice"),
     ({"gpu": "H100"}, "'model' is missing"),
