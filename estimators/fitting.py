@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from estimators.calibration import CARD_PRIOR, SEARCH, WIDEST, Band, Bands, Calibration, Card, step_features
+from estimators.calibration import CARD_PRIOR, NARROWEST, SEARCH, WIDEST, Band, Bands, Calibration, Card, step_features
 from estimators.step_time import Rates, Work, rates_from
 from probes.tape import Floats
 
@@ -23,6 +23,9 @@ PRIOR = 0.3
 OUTLIER = 0.3
 """Log error from which a row counts less and less."""
 LEVELS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
+COVERED = 0.9
+"""Share of the rows of a family left out that its band should hold; with a handful of families no more can be shown."""
+WIDER = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5)
 WORTH = 0.05
 """A residual model has to lower the error on unseen families by this share to be kept."""
 
@@ -105,39 +108,58 @@ def quantiles(values: Floats, families: Sequence[str], levels: Sequence[float] =
 
 
 def bands(cases: Sequence[Case], time_residuals: Floats) -> dict[str, Bands]:
-    """By kind of job."""
+    """By kind of job; wide enough that families that took no part in them are inside COVERED of the time."""
     found = {}
     peaks = peak_residuals(cases)
+    wider_peak, wider_time = widening(cases, peaks), widening(cases, time_residuals)
     for name in sorted({c.kind for c in cases if c.measured_peak}):
         of_kind = np.array([c.kind == name for c in cases])
         families = [c.family for c in cases if c.kind == name]
         peak, time = quantiles(peaks[of_kind], families), quantiles(time_residuals[of_kind], families)
         n_peaks, n_times = int((~np.isnan(peaks[of_kind])).sum()), int((~np.isnan(time_residuals[of_kind])).sum())
         found[name] = Bands(
-            Band(LEVELS, peak),
-            Band(LEVELS, time),
-            f"{n_peaks} measured peaks and {n_times} step times of {len(set(families))} families, each family left out in turn",
+            Band(LEVELS, peak).scaled(wider_peak),
+            Band(LEVELS, time).scaled(wider_time),
+            f"{n_peaks} measured peaks and {n_times} step times of {len(set(families))} families, each family left out in turn; "
+            f"{wider_peak:g} and {wider_time:g} times as wide as they lie, for families that are not among them",
             unreliable=max(abs(v) for v, level in zip(peak, LEVELS, strict=True) if 0.1 <= level <= 0.9)
             > math.log1p(WIDEST),
         )
     return found
 
 
-def coverage(cases: Sequence[Case], residuals: Floats) -> tuple[float, int]:
-    """Share of rows inside the 95 % band that the other families give, and how many rows had one."""
+def coverage(
+    cases: Sequence[Case], residuals: Floats, wider: float = 1.0, least_families: int = 2
+) -> tuple[float, int]:
+    """Share of rows inside the 95 % band that the other families of their kind give, and how many rows had one.
+
+    Args:
+        wider: the band is this many times as wide.
+        least_families: kinds with fewer families do not count.
+    """
     inside = total = 0
     for name in {c.kind for c in cases}:
         index = [i for i, c in enumerate(cases) if c.kind == name and not np.isnan(residuals[i])]
-        for family in {cases[i].family for i in index}:
+        families = {cases[i].family for i in index}
+        if len(families) < max(2, least_families):
+            continue
+        for family in families:
             others = [i for i in index if cases[i].family != family]
-            if not others:
-                continue
             low, high = quantiles(residuals[others], [cases[i].family for i in others], (0.025, 0.975))
-            for i in index:
-                if cases[i].family == family:
-                    total += 1
-                    inside += low <= residuals[i] <= high
+            low, high = min(low, -NARROWEST) * wider, max(high, NARROWEST) * wider
+            own = [residuals[i] for i in index if cases[i].family == family]
+            total += len(own)
+            inside += sum(bool(low <= r <= high) for r in own)
     return (inside / total if total else math.nan), total
+
+
+def widening(cases: Sequence[Case], residuals: Floats) -> float:
+    """How much wider bands have to be for families that took no part in them. Kinds with two families say nothing of that."""
+    for wider in WIDER:
+        share, rows = coverage(cases, residuals, wider, least_families=3)
+        if not rows or share >= COVERED:
+            return wider
+    return WIDER[-1]
 
 
 def residual_model(cases: Sequence[Case], rates: Rates, residuals: Floats) -> tuple[tuple[float, ...], float]:
@@ -211,7 +233,7 @@ def calibrate(cases: Sequence[Case], source: str) -> Calibration:
     by_family, by_gpu = left_out(cases, lambda c: c.family), left_out(cases, lambda c: c.gpu)
     found = bands(cases, by_family)
     peaks = peak_residuals(cases)
-    peak_cover, time_cover = coverage(cases, peaks), coverage(cases, by_family)
+    peak_cover, time_cover = (coverage(cases, r, widening(cases, r)) for r in (peaks, by_family))
     residual, gain = residual_model(cases, rates, by_family)
     errors: dict[str, Any] = {
         "peak": _summary(peaks),

@@ -177,3 +177,28 @@ def test_an_own_calibration_counts_and_a_broken_one_is_left_aside(
         assert found == calibration.packaged()
         assert warning is not None
         assert "calibration.json" in warning
+
+
+def _spread(families: int, wide: float) -> tuple[list[Case], "np.ndarray"]:
+    made, residuals = [], []
+    for f in range(families):
+        for i in range(10):
+            made.append(Case(f"family {f}", "H100", "lora, float base", 10**9, 1e9, None, None))
+            residuals.append(0.01 * (i - 5) + wide * (f - families // 2))
+    return made, np.array(residuals)
+
+
+def test_families_that_differ_widen_the_bands_and_alike_ones_do_not() -> None:
+    assert fitting.widening(*_spread(6, 0.0)) == 1.0
+    assert fitting.widening(*_spread(3, 1.0)) > 1.0
+
+
+def test_two_families_say_nothing_of_a_third() -> None:
+    assert fitting.widening(*_spread(2, 1.0)) == 1.0
+
+
+def test_coverage_grows_with_the_band() -> None:
+    made, residuals = _spread(5, 0.03)
+    shares = [fitting.coverage(made, residuals, w)[0] for w in (0.5, 1.0, 2.0, 4.0)]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
