@@ -10,6 +10,8 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AGAIN_SECONDS = 0.02
+"""A signal that came where nothing can be raised is looked at again after so long."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -40,13 +42,32 @@ def terminated_cleanly() -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
+        if _in_a_finalizer(frame) and hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+            return
+        raise Stopped(signal.SIGTERM)
 
+    others: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL}
     signal.signal(signal.SIGTERM, stop)
+    if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        others[signal.SIGALRM] = signal.SIG_DFL
+        signal.signal(signal.SIGALRM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if len(others) > 1:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in others.items():
+            signal.signal(number, handler)
+
+
+def _in_a_finalizer(frame: FrameType | None) -> bool:
+    """Whether Python would swallow an exception raised here: it ignores those of ``__del__``."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Interruption:
