@@ -36,7 +36,12 @@ def test_a_signal_in_a_finalizer_is_not_lost() -> None:
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 
-def test_a_signal_elsewhere_stops_at_once() -> None:
-    with pytest.raises(Stopped), terminated_cleanly():
+def _signalled() -> None:
+    with terminated_cleanly():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
+
+
+def test_a_signal_elsewhere_stops_at_once() -> None:
+    with pytest.raises(Stopped):
+        _signalled()
