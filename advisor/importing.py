@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from estimators.schedule import Schedule, ScheduleError
+from estimators.schedule import CONTROLS, Schedule, ScheduleError
 from probes import catalogue
 from probes.catalogue import UnknownModelError
 from probes.workload import OPTIMIZERS, PRECISIONS, Workload, WorkloadError, from_request
@@ -26,15 +26,6 @@ SIZES = ("pixel", "area", "pixel_area")
 
 _PRECISION = {"no_change": "bf16", "nf4-bnb": "nf4"}
 """The trainer's names that differ from the command's."""
-_CONTROLS = (
-    "gradient_checkpointing",
-    "gradient_checkpointing_backend",
-    "gradient_checkpointing_interval",
-    "gradient_checkpointing_segment_stride",
-    "gradient_checkpointing_offload_attention",
-    "gradient_checkpointing_offload_pin_memory_max_buckets",
-    "gradient_checkpointing_offload_prefetch",
-)
 _MEMORY = (
     "musubi_blocks_to_swap", "enable_group_offload", "dynamo_backend", "ramtorch_transformer_percent", "feed_forward_chunk_size",
     "enable_chunked_feed_forward", "use_ema", "controlnet", "fsdp_enable", "deepspeed_config", "ramtorch_target_modules",
@@ -58,7 +49,7 @@ class Imported:
         """The configuration with other checkpointing keys, in its own spelling of keys (with dashes or without)."""
         spelled = {_plain(k): k for k in self.config}
         dashed = any(k.startswith("--") for k in self.config)
-        out = {k: v for k, v in self.config.items() if _plain(k) not in _CONTROLS}
+        out = {k: v for k, v in self.config.items() if _plain(k) not in CONTROLS}
         for key, value in controls.items():
             out[spelled.get(key, f"--{key}" if dashed else key)] = value
         return out
@@ -67,9 +58,9 @@ class Imported:
         """What the patch changes, one line a key."""
         if Schedule.from_controls(controls) == self.schedule:
             return []
-        have = {_plain(k): v for k, v in self.config.items() if _plain(k) in _CONTROLS}
+        have = {_plain(k): v for k, v in self.config.items() if _plain(k) in CONTROLS}
         out = []
-        for key in _CONTROLS:
+        for key in CONTROLS:
             before, after = have.get(key), controls.get(key)
             if key in have and key not in controls:
                 out.append(f"{key}: {json.dumps(before)} -> left out")
@@ -180,7 +171,7 @@ def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any])
             f"gradient_accumulation_steps {_shown(steps)}: does not raise the peak; a step here is one forward and backward"
         )
     notes += [f"{k} is on and is not taken into account" for k in _MEMORY if not _is_off(values.get(k))]
-    controls = {k: _number(values[k]) for k in _CONTROLS if values.get(k) not in (None, "", "None")}
+    controls = {k: _number(values[k]) for k in CONTROLS if values.get(k) not in (None, "", "None")}
     controls.setdefault("gradient_checkpointing", True)  # the trainer's default
     return Imported(path, content, request, Schedule.from_controls(controls), tuple(notes))
 

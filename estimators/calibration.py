@@ -30,7 +30,7 @@ WIDEST_LOG = 20.0
 """No logarithm of measured over estimated in a file is larger."""
 NARROWEST = 0.005
 CONVOLUTIONAL = 0.1
-"""Share of a step's operations that convolutions take in a U-Net, and in no transformer."""
+"""Share of a step's operations from which convolutions count: U-Nets, and transformers that mix with convolutions (Sana)."""
 FEATURES = 4
 LARGEST_RESIDUAL = 0.3
 """A residual moves no time by more (as a logarithm)."""

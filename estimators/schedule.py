@@ -104,7 +104,7 @@ class Offloading(StrEnum):
     attention's results from the host instead of running it. Copies run beside the computation, back one group early."""
 
 
-KEYS = {
+CONTROLS = (
     "gradient_checkpointing",
     "gradient_checkpointing_backend",
     "gradient_checkpointing_interval",
@@ -112,7 +112,9 @@ KEYS = {
     "gradient_checkpointing_offload_attention",
     "gradient_checkpointing_offload_pin_memory_max_buckets",
     "gradient_checkpointing_offload_prefetch",
-}
+)
+"""The trainer's keys, in the order of its documentation."""
+KEYS = frozenset(CONTROLS)
 
 
 def _integer(key: str, value: Any, least: int) -> int:

@@ -5,25 +5,14 @@ The cases are divided over several test files, so that test workers share them.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import pytest
 from families_list import check_linked
 
 from advisor.verification import compare_on_cpu
 from estimators.schedule import Backend, Schedule
 from probes.profile import Profile
 from probes.workload import from_request, reduced_copy
-
-
-@pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
-    """What the libraries hold is not looked at again by every garbage collection that a measurement asks for."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def schedules(profile: Profile) -> Sequence[Schedule]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from families_list import CASES
-from small_copies import check, quick_collections
+from small_copies import check
 
-pytestmark = pytest.mark.usefixtures(quick_collections.__name__)
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES[0::4])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -361,15 +360,6 @@ def test_fake_tensors_also_count_a_models_small_host_tensors() -> None:
 
 
 # Scratch on the CPU ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
-    """What the libraries hold is not looked at again by every garbage collection that a measurement asks for."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _beyond(run: Callable[[], Any]) -> int:

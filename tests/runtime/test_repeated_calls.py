@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -46,15 +44,6 @@ SCHEDULES = [
     Schedule(Backend.TORCH, 2, offload_attention=True),
     Schedule(Backend.TORCH_FFN, offload_attention=True),
 ]
-
-
-@pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
-    """What the libraries hold is not looked at again by every garbage collection that a measurement asks for."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class _Attention(nn.Module):
