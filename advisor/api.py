@@ -14,7 +14,7 @@ from typing import Any
 from decision_rules.ladder import Choice, Objective, choose
 from decision_rules.optimum import optimum
 from decision_rules.support import Executor, Verdict, candidates, check, semantics
-from estimators import calibration, devices
+from estimators import calibration, devices, optimizers
 from estimators.devices import Device, DeviceKind
 from estimators.estimate import GIB, Estimate, Estimator, usable_reserved
 from estimators.memory import Replay
@@ -328,6 +328,7 @@ class Session:
         save()
         choice = choose(estimates, objective, estimator.capacity)
         notes = [*workload.family.notes, *warnings, *profile.notes]
+        notes += optimizers.notes(workload.optimizer, profile.trained_shapes)
         own, trouble = calibration.current()
         if trouble is not None:
             notes.append(trouble)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from estimators.schedule import CONTROLS, Schedule, ScheduleError
-from probes import catalogue
+from probes import catalogue, optimizer_facts
 from probes.catalogue import UnknownModelError
-from probes.workload import OPTIMIZERS, PRECISIONS, Workload, WorkloadError, from_request
+from probes.workload import PRECISIONS, Workload, WorkloadError, from_request
 
 LARGEST = 4 * 2**20
 DEFAULT_BATCH = 4
@@ -282,10 +282,10 @@ def _base(values: Mapping[str, Any], request: dict[str, Any], notes: list[str]) 
             f"attention_mechanism {attention} is not taken into account: attention is planned as PyTorch runs it (diffusers)"
         )
     name = _text(values, "optimizer")
-    if name is None or name in OPTIMIZERS:
+    if name is None or optimizer_facts.canonical(name):
         request |= {} if name is None else {"optimizer": name}
         return
-    near = difflib.get_close_matches(name, OPTIMIZERS, 1, 0.4)
+    near = difflib.get_close_matches(name.lower(), optimizer_facts.spellings(), 1, 0.4)
     notes.append(f"optimizer {name} is not known here; {near[0] if near else 'adamw_bf16'} is taken in its place")
     if near:
         request["optimizer"] = near[0]

@@ -21,7 +21,6 @@ from probes.workload import (
     ADAPTERS,
     ATTENTION,
     EXECUTORS,
-    OPTIMIZERS,
     PRECISIONS,
     REQUEST_KEYS,
     Workload,
@@ -245,7 +244,11 @@ Precision = Annotated[
 Optimizer = Annotated[
     str | None,
     _option(
-        "--optimizer", panel=TRAINING, metavar="NAME", text=f"Optimizer: {', '.join(OPTIMIZERS)}. Default: adamw_bf16."
+        "--optimizer",
+        panel=TRAINING,
+        metavar="NAME",
+        text="Optimizer, by the trainer's or its package's name: adamw_bf16, adamw, "
+        "adamw8bit, optimi-lion, prodigy, came, adafactor, muon, soap, sgd, ... (docs/training_setups.md lists all). Default: adamw_bf16.",
     ),
 ]
 Attention = Annotated[

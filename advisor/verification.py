@@ -33,7 +33,7 @@ from probes import store
 from probes.build import Job, device_job, real_job
 from probes.cpu_memory import profiled_peak, resident_bytes
 from probes.profile import Profile
-from probes.step import forward_loss, make_optimizer, train_step
+from probes.step import forward_loss, make_optimizer, runs_as_named, train_step
 from probes.target import Target
 from probes.traced import trace
 from probes.workload import Workload, reduced_copy
@@ -293,7 +293,7 @@ def _verify_cuda(
     profile = trace(workload, Target("cuda", (properties.major, properties.minor), workload.attention))
     estimate = Estimator(profile, gpu, Semantics()).estimate(schedule)
     notes: list[str] = []
-    if workload.optimizer not in ("adamw", "sgd", "sgd-momentum"):
+    if not runs_as_named(workload.optimizer):
         workload = dataclasses.replace(workload, optimizer="adamw")
         estimate = Estimator(dataclasses.replace(profile, workload=workload), gpu, Semantics()).estimate(schedule)
         notes.append("the run uses torch.optim.AdamW, and so does the prediction that it is compared with")

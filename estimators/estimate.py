@@ -199,10 +199,10 @@ class Estimator:
         return Resident(
             weights=total(list(p.base_sizes)) + (total(trained) if is_full else 0),
             adapter=0 if is_full else total(trained),
-            optimizer=total(optimizers.state_sizes(optimizer, p.trained_sizes, on_cpu=self.on_cpu)),
+            optimizer=total(optimizers.state_sizes(optimizer, p.trained_shapes, on_cpu=self.on_cpu)),
             inputs=total([(b, 1) for b in p.input_bytes]),
             workspace=self.device.workspace_bytes,
-            optimizer_transient=optimizers.step_transient(optimizer, p.trained_sizes, on_cpu=self.on_cpu),
+            optimizer_transient=optimizers.step_transient(optimizer, p.trained_shapes, on_cpu=self.on_cpu),
             device_is_host=self.on_cpu,
         )
 
@@ -247,7 +247,8 @@ class Estimator:
             all_notes.append(
                 f"a rough guess: some published rows of this kind of job ({self.kind}) lie outside any useful band"
             )
-        host = memory.host_peak + self.profile.host_weight_bytes
+        paged = optimizers.paged_bytes(self.profile.workload.optimizer, self.profile.trained_shapes)
+        host = memory.host_peak + self.profile.host_weight_bytes + paged
         if fits and self.host_ram is not None and host > self.host_ram:
             fits, probability = False, 0.0
             all_notes.append(f"needs {host / GIB:.1f} GiB of host memory, {self.host_ram / GIB:.1f} GiB given")
@@ -327,7 +328,7 @@ class Estimator:
             sizes += [size] * count
         for n, size, count in p.trained_sizes:
             sizes += [n * size] * count
-        for size, count in optimizers.state_sizes(p.workload.optimizer, p.trained_sizes):
+        for size, count in optimizers.state_sizes(p.workload.optimizer, p.trained_shapes):
             sizes += [size] * count
         sizes += [*p.input_bytes, *self.device.workspaces]
         resident = np.array(sizes, np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,8 +25,8 @@ class Profile:
     tape: Tape
     base_sizes: tuple[tuple[int, int], ...]
     """Frozen parameters and buffers: (bytes of one tensor, how many of that size)."""
-    trained_sizes: tuple[tuple[int, int, int], ...]
-    """Trained parameters: (elements, bytes an element, how many of that size)."""
+    trained_shapes: tuple[tuple[tuple[int, ...], int, int], ...]
+    """Trained parameters: (shape, bytes an element, how many of that kind)."""
     input_bytes: tuple[int, ...]
     """The batch and the target, one entry a tensor."""
     parameters: int
@@ -36,6 +37,11 @@ class Profile:
     """Assumptions and fallbacks of the probe."""
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By kind of block, what a measured probe saw (bytes and seconds)."""
+
+    @property
+    def trained_sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """Trained parameters: (elements, bytes an element, how many of that kind)."""
+        return tuple((math.prod(shape), size, count) for shape, size, count in self.trained_shapes)
 
     @property
     def trained_elements(self) -> int:

@@ -81,13 +81,30 @@ def train_step(job: Job, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     return loss.detach()
 
 
-def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a real run. Names that PyTorch does not have run as its AdamW.
+_OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw-fused": (torch.optim.AdamW, {"fused": True}),
+    "torch-adam": (torch.optim.Adam, {}),
+    "torch-radam": (torch.optim.RAdam, {}),
+    "torch-nadam": (torch.optim.NAdam, {}),
+    "torch-adamax": (torch.optim.Adamax, {}),
+    "torch-adadelta": (torch.optim.Adadelta, {}),
+    "torch-rmsprop": (torch.optim.RMSprop, {}),
+    "torch-adagrad": (torch.optim.Adagrad, {}),
+    "torch-asgd": (torch.optim.ASGD, {}),
+    "torch-adafactor": (torch.optim.Adafactor, {}),
+    "sgd": (torch.optim.SGD, {}),
+    "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
+}
+"""PyTorch's own, which a run really uses."""
 
-    The two states of AdamW and the learning rate do not depend on the device.
-    """
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-4)
-    if name == "sgd-momentum":
-        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
-    return torch.optim.AdamW(parameters, lr=1e-4)
+
+def runs_as_named(name: str) -> bool:
+    """Whether a real run has that optimizer itself."""
+    return name in _OPTIMIZERS
+
+
+def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a real run, learning rate 1e-4. Names that PyTorch does not have run as its AdamW."""
+    cls, options = _OPTIMIZERS.get(name, (torch.optim.AdamW, {}))
+    return cls(parameters, lr=1e-4, **options)

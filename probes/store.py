@@ -28,7 +28,7 @@ from probes.structure import Block, Chain, Structure
 from probes.tape import NEVER, REDUCTION, Call, Tape
 from probes.workload import Workload
 
-FORMAT = 7
+FORMAT = 8
 """Raise when the meaning of a stored profile changes."""
 
 _ARRAYS = [
@@ -133,7 +133,7 @@ def to_bytes(profile: Profile) -> bytes:
         "versions": dict(profile.versions),
         "structure": dataclasses.asdict(profile.structure),
         "base_sizes": profile.base_sizes,
-        "trained_sizes": profile.trained_sizes,
+        "trained_shapes": profile.trained_shapes,
         "input_bytes": profile.input_bytes,
         "parameters": profile.parameters,
         "host_weight_bytes": profile.host_weight_bytes,
@@ -209,7 +209,9 @@ def from_bytes(content: bytes) -> Profile:
             structure=Structure(chains),
             tape=tape,
             base_sizes=tuple((int(a), int(b)) for a, b in meta["base_sizes"]),
-            trained_sizes=tuple((int(a), int(b), int(c)) for a, b, c in meta["trained_sizes"]),
+            trained_shapes=tuple(
+                (tuple(int(d) for d in shape), int(b), int(c)) for shape, b, c in meta["trained_shapes"]
+            ),
             input_bytes=tuple(meta["input_bytes"]),
             parameters=meta["parameters"],
             host_weight_bytes=meta["host_weight_bytes"],

@@ -203,7 +203,7 @@ def _trace(
         tape = thinning.expand(tape, run)
         for copy, source in thinning.repeat_names(list(sizes), run):
             sizes[copy] = sizes[source]
-    counted = Counter((p.numel(), p.element_size()) for p in sizes.values())
+    counted = Counter((tuple(p.shape), p.element_size()) for p in sizes.values())
     return Profile(
         workload=workload,
         source="traced",
@@ -212,7 +212,7 @@ def _trace(
         structure=links.linked(structure),
         tape=tape,
         base_sizes=(),
-        trained_sizes=tuple((n, size, count) for (n, size), count in sorted(counted.items())),
+        trained_shapes=tuple((shape, size, count) for (shape, size), count in sorted(counted.items())),
         input_bytes=input_bytes,
         parameters=0,
         notes=_assumptions(workload, known),

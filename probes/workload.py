@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from probes import catalogue
+from probes import catalogue, optimizer_facts
 
 
 class WorkloadError(ValueError):
@@ -61,19 +61,7 @@ ESTIMATED_PRECISIONS = tuple(p for p in PRECISIONS if p not in NOT_YET)
 ATTENTION = ("auto", "flash", "efficient", "cudnn", "math")
 COMPILE = ("none", "regional")
 EXECUTORS = ("bundled", "simpletuner", "diffusers")
-OPTIMIZERS = (
-    "adamw_bf16",
-    "adamw",
-    "adamw-fused",
-    "adamw8bit",
-    "optimi-adamw",
-    "optimi-lion",
-    "lion8bit",
-    "prodigy",
-    "came",
-    "sgd",
-    "sgd-momentum",
-)
+OPTIMIZERS = tuple(optimizer_facts.table())
 LOKR_TARGETS = ("Attention", "FeedForward")
 """Module classes that a LoKr adapter goes into by default (the trainer's example presets)."""
 FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
@@ -198,6 +186,16 @@ def _choice(option: str, value: Any, valid: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(value).lower(), valid, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise WorkloadError(f"--{option} {value!r} is not valid{hint}; valid: {', '.join(valid)}")
+
+
+def _optimizer(value: Any) -> str:
+    """By any of its names."""
+    found = optimizer_facts.canonical(value) if isinstance(value, str) else None
+    if found is None:
+        near = difflib.get_close_matches(str(value).lower(), optimizer_facts.spellings(), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"valid: {', '.join(OPTIMIZERS[:5])}, ..."
+        raise WorkloadError(f"--optimizer {value!r} is not valid; {hint} (docs/training_setups.md lists all)")
+    return found
 
 
 def _whole(option: str, value: Any, most: int, least: int = 1) -> int:
@@ -533,7 +531,7 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         lora_targets=tuple(targets),
         lora_dropout=_number("lora-dropout", get("lora_dropout", 0.1), 0.0, 0.999),
         precision=_choice("precision", get("precision", "bf16"), PRECISIONS),
-        optimizer=_choice("optimizer", get("optimizer", "adamw_bf16"), OPTIMIZERS),
+        optimizer=_optimizer(get("optimizer", "adamw_bf16")),
         attention=_choice("attention", get("attention", "auto"), ATTENTION),
         fuse_qkv=fuse,
         weights_offload=str(get("weights_offload", "none")),
@@ -594,7 +592,7 @@ def reduced_copy(workload: Workload) -> Workload:
         caption_tokens=text,
         rank=min(workload.rank, 8),
         precision="fp32",
-        optimizer="adamw" if workload.optimizer not in ("sgd", "sgd-momentum") else workload.optimizer,
+        optimizer=workload.optimizer if optimizer_facts.table()[workload.optimizer].cpu else "adamw",
         attention="auto",
         reduced=True,
     )

@@ -27,7 +27,7 @@ from estimators.estimate import GIB, Estimate
 from estimators.schedule import Schedule, ScheduleError
 from probes.build import Job, autocast_dtype, build_base, device_job, given_job, real_job
 from probes.discover import discover
-from probes.step import make_optimizer
+from probes.step import make_optimizer, runs_as_named
 from probes.workload import Workload, WorkloadError, reduced_copy
 
 DEFAULT_LR = 1e-4
@@ -331,7 +331,7 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
         notes.append(
             "the adapter is for fused projections: call fuse_qkv_projections() on a model before loading it there"
         )
-    if workload.optimizer not in ("adamw", "sgd", "sgd-momentum"):
+    if not runs_as_named(planned.optimizer):
         notes.append(f"the optimizer is torch.optim.AdamW with float32 states, in place of {planned.optimizer}")
     return workload
 

@@ -44,7 +44,7 @@ BAD = [
     ((*FLUX, "--caption-tokens", "513"), ("--caption-tokens 513", "512")),
     ((*FLUX, "--adapter", "dora"), ("--adapter", "'dora'", "lora, lokr, full")),
     ((*FLUX, "--precision", "bf17"), ("--precision", "'bf17'", "did you mean bf16", "nf4")),
-    ((*FLUX, "--optimizer", "adam"), ("--optimizer", "'adam'", "adamw_bf16")),
+    ((*FLUX, "--optimizer", "adamw-bf16"), ("--optimizer", "'adamw-bf16'", "did you mean adamw_bf16?")),
     ((*FLUX, "--attention", "fast"), ("--attention", "'fast'", "auto, flash")),
     ((*FLUX, "--compile", "full"), ("--compile", "'full'", "regional")),
     ((*FLUX, "--weights-offload", "disk"), ("--weights-offload", "'disk'", "ramtorch")),

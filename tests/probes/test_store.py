@@ -62,7 +62,7 @@ def make_profile(**changes: Any) -> Profile:
         structure=Structure((Chain("blocks", (block, Block("blocks.1", "Kind")), True), Chain("x", (), None, False))),
         tape=tape,
         base_sizes=((512, 3), (1024, 1)),
-        trained_sizes=((64, 4, 2),),
+        trained_shapes=(((4, 16), 4, 2),),
         input_bytes=(8, 16),
         parameters=12_345,
         notes=("a note with ünicode",),
@@ -122,7 +122,7 @@ def _file(folder: Path) -> Path:
     [
         {},
         {"source": "measured", "measured": {}},
-        {"notes": (), "base_sizes": (), "trained_sizes": (), "input_bytes": ()},
+        {"notes": (), "base_sizes": (), "trained_shapes": (), "input_bytes": ()},
         {"workload": from_request({"model": "wan", "lora_targets": ["to_q"], "batch": 3})},
     ],
 )

@@ -111,7 +111,7 @@ class TestThinnedEqualsWhole:
 
     def test_sizes_kernels_and_names_are_the_same(self, model: str) -> None:
         thinned, whole = _profiles(model)
-        for field in ("base_sizes", "trained_sizes", "input_bytes", "parameters", "structure"):
+        for field in ("base_sizes", "trained_shapes", "input_bytes", "parameters", "structure"):
             assert getattr(thinned, field) == getattr(whole, field), field
         a, b = thinned.tape, whole.tape
         assert np.array_equal(np.sort(a.size), np.sort(b.size))

@@ -114,7 +114,16 @@ def test_a_number_out_of_range_is_refused_with_its_range(option: str, value: Any
     assert str(error.value).startswith(message)
 
 
-CHOICES = {"adapter": ADAPTERS, "precision": PRECISIONS, "optimizer": OPTIMIZERS, "attention": ATTENTION}
+CHOICES = {"adapter": ADAPTERS, "precision": PRECISIONS, "attention": ATTENTION}
+
+
+@pytest.mark.parametrize("value", ["nonsense", 7, [], {}, True])
+def test_an_unknown_optimizer_is_refused_with_where_all_are_listed(value: Any) -> None:
+    with pytest.raises(WorkloadError) as error:
+        from_request({"model": "flux", "optimizer": value})
+    assert str(error.value).startswith(f"--optimizer {value!r} is not valid")
+    assert str(error.value).endswith("(docs/training_setups.md lists all)")
+    assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize("option", CHOICES)
@@ -288,10 +297,10 @@ def test_the_reduced_copy_is_the_same_job_in_float32_at_the_sheets_small_shape(m
     )
 
 
-def test_the_reduced_copy_keeps_sgd_and_runs_every_other_optimizer_as_adamw() -> None:
+def test_the_reduced_copy_keeps_pytorchs_optimizers_and_runs_every_other_as_adamw() -> None:
     workload = from_request({"model": "flux"})
     for name in OPTIMIZERS:
-        expected = name if name in ("sgd", "sgd-momentum") else "adamw"
+        expected = name if name.startswith(("sgd", "torch-a", "torch-r", "torch-n", "adamw-f")) else "adamw"
         assert reduced_copy(dataclasses.replace(workload, optimizer=name)).optimizer == expected
 
 
