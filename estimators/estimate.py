@@ -125,6 +125,10 @@ class Measure:
     step_seconds: float | None
 
 
+LIKELY = 0.5
+"""A schedule is called a fit from this probability on."""
+
+
 def usable_reserved(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Of stored allocator results those that can be read: bytes, or bytes and whether memory ran out; the others are left out."""
 
@@ -243,6 +247,12 @@ class Estimator:
         if not fits:
             probability = min(probability, 0.5)  # the peak alone may fit where the allocator cannot place it
         all_notes = [*notes, *resolution.notes, *more]
+        if fits and probability < LIKELY:
+            fits = False
+            all_notes.append(
+                f"the estimate is below what the card has, but measured runs of this kind of job ({self.kind}) needed more than "
+                f"theirs so often that it is only {probability:.0%} likely to fit"
+            )
         if self.bands.unreliable:
             all_notes.append(
                 f"a rough guess: some published rows of this kind of job ({self.kind}) lie outside any useful band"

@@ -39,6 +39,7 @@ class LokrLinear(nn.Module):
         super().__init__()
         self.base_layer = base
         self.scale = 1.0
+        self.register_buffer("scalar", torch.ones((), device=base.weight.device), persistent=False)
         out_small, out_large = factors(base.out_features, factor)
         in_small, in_large = factors(base.in_features, factor)
         device = base.weight.device
@@ -68,7 +69,9 @@ class LokrLinear(nn.Module):
         else:
             small = F.linear(grouped, self.lokr_w2)
         crossed = F.linear(small.transpose(-1, -2), self.lokr_w1).transpose(-1, -2)
-        result: torch.Tensor = base + crossed.flatten(-2) * self.scale
+        # As LyCORIS does, all of these live while it multiplies, by a number and by a tensor that some presets train.
+        update = crossed.flatten(-2)
+        result: torch.Tensor = base + update * self.scale * self.scalar
         return result
 
 

@@ -189,6 +189,22 @@ def test_a_card_with_one_byte_less_than_the_peak_does_not_fit(profile: Profile, 
     assert 0.1 < on_the_edge.fit_probability < 0.6
 
 
+def test_what_is_likelier_to_run_out_than_to_fit_is_no_fit_although_its_estimate_is_below_the_card(
+    profile: Profile, replay: Replay
+) -> None:
+    roomy = estimator(profile, replay)
+    usable = round(1.05 * roomy.estimate(Schedule()).reserved) + CARD.context_bytes
+    sure, unsure = (estimator(profile, replay, usable) for _ in range(2))
+    sure.bands = dataclasses.replace(sure.bands, peak_band=Band((0.025, 0.5, 0.975), (-0.05, 0.0, 0.04)))
+    unsure.bands = dataclasses.replace(unsure.bands, peak_band=Band((0.025, 0.5, 0.975), (-0.02, 0.15, 0.3)))
+    fits, refused = (e.estimate(Schedule()) for e in (sure, unsure))
+    assert fits.fits
+    assert refused.peak == fits.peak
+    assert not refused.fits
+    assert 0 < refused.fit_probability < 0.5
+    assert any("likely to fit" in note for note in refused.notes)
+
+
 def test_headroom_is_kept_free_byte_for_byte(profile: Profile, replay: Replay) -> None:
     plain, kept = (estimator(profile, replay, headroom=h) for h in (0, 3 * GIB))
     assert kept.capacity == plain.capacity - 3 * GIB

@@ -86,8 +86,8 @@ def profile(
         op_head=np.array([HEAD if k in (ATTENTION, ATTENTION_BACKWARD) else 0 for k, _, _ in kernels], np.int64),
     )
     workload = from_request({"model": "flux", "precision": precision})
-    sizes = ((trained, 4, 1),) if trained else ()
-    return Profile(workload, "traced", "cuda", {}, Structure(()), tape, (), sizes, (), 0)
+    shapes = (((trained,), 4, 1),) if trained else ()
+    return Profile(workload, "traced", "cuda", {}, Structure(()), tape, (), shapes, (), 0)
 
 
 def memory(*spans: Span, to_host: int = 0, from_host: int = 0, copied: int = 0) -> Memory:
