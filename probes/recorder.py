@@ -6,6 +6,7 @@ allocates and frees inside. It does not see memory outside operators: library wo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import weakref
@@ -285,6 +286,26 @@ class Recorder(TorchDispatchMode):
             self.op_head.append(_head_size(args) if op.kind in (ATTENTION, ATTENTION_BACKWARD) else 0)
         return outputs
 
+    def kernel(self, moved: float) -> None:
+        """Notes an elementwise kernel that is no operator of its own. `moved`: bytes that it reads and writes."""
+        if self._paused:
+            return
+        self.now += 1
+        self.op_at.append(self.now)
+        self.op_kind.append(MEMORY)
+        self.op_flops.append(0.0)
+        self.op_bytes.append(moved)
+        self.op_head.append(0)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is recorded inside; autograd saves tensors as usual."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
     # saved tensors ----------------------------------------------------------------------------------------------------
 
     def _released(self, index: int) -> None:
@@ -294,7 +315,9 @@ class Recorder(TorchDispatchMode):
     def saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Hooks under which autograd keeps tickets instead of tensors."""
 
-        def pack(tensor: torch.Tensor) -> _Ticket:
+        def pack(tensor: torch.Tensor) -> _Ticket | torch.Tensor:
+            if self._paused:
+                return tensor
             sid = self._sid(tensor)
             self.now += 1
             index = len(self.saved_at)
@@ -310,7 +333,9 @@ class Recorder(TorchDispatchMode):
                 ticket.values = self._copy(tensor)
             return ticket
 
-        def unpack(ticket: _Ticket) -> torch.Tensor:
+        def unpack(ticket: _Ticket | torch.Tensor) -> torch.Tensor:
+            if isinstance(ticket, torch.Tensor):
+                return ticket
             self.now += 1
             index = ticket.index
             self.unpacked_at[index] = min(self.unpacked_at[index], self.now)

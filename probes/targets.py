@@ -7,7 +7,9 @@ RMSNorm. Sources: PyTorch's autocast_mode.h, sdp_utils.cpp, flash_api.cpp and th
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -133,6 +135,16 @@ class CudaFunctions(TorchFunctionMode):
         super().__init__()
         self.target = target
         self._casts: dict[int, torch.Tensor] = {}
+        self._captures = False
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, a graph is made for a compiler: it finds equal casts itself, and takes RMSNorm apart."""
+        self._captures = True
+        try:
+            yield
+        finally:
+            self._captures = False
 
     def _lower(self, value: Any, dtype: torch.dtype) -> Any:
         """at::autocast's cached_cast: casts of trainable float32 weights are kept until the autocast context ends."""
@@ -144,7 +156,7 @@ class CudaFunctions(TorchFunctionMode):
             or value.dtype in (dtype, torch.float64)
         ):
             return value
-        if not (value.dtype is torch.float32 and value.requires_grad and value.is_leaf):
+        if self._captures or not (value.dtype is torch.float32 and value.requires_grad and value.is_leaf):
             return value.to(dtype)
         if id(value) not in self._casts:
             self._casts[id(value)] = value.to(dtype)
@@ -189,7 +201,7 @@ class CudaFunctions(TorchFunctionMode):
             if autocast:
                 input = input.float()
                 weight = weight.float() if weight is not None else None
-            if weight is not None and weight.dtype != input.dtype:
+            if self._captures or (weight is not None and weight.dtype != input.dtype):
                 return func(input, normalized_shape, weight, eps)
             result: torch.Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight)
             return result

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from probes import build, quantized, stand_ins, thinning
+from probes.compiled import CompiledBlocks
 from probes.discover import discover
 from probes.expressions import evaluate
 from probes.profile import Profile
@@ -62,7 +63,7 @@ def _attempts(workload: Workload, target: Target, runs: list[thinning.Run]) -> l
     else:
         ways = [VALUES, FAKE] if workload.family.reads_values else [META, VALUES, FAKE]
     found = [(chosen, way) for chosen in ([runs, []] if runs else [[]]) for way in ways]
-    if target.kind == "cpu" and workload.reduced:
+    if target.kind == "cpu" and workload.reduced and workload.compile == "none":
         return [*found, ([], REAL)] if workload.config_json else [([], REAL), *found]
     return found
 
@@ -159,6 +160,8 @@ def _trace(
         cuda_scratch if target.kind == "cuda" else cpu_scratch,
         keep_values=known_values,
     )
+    functions = CudaFunctions(target) if target.kind == "cuda" else None
+    compiled = CompiledBlocks(recorder, functions) if workload.compile == "regional" else None
     names = {thinning.original_name(n, kept): n for n, _ in model.named_modules()}
     links = _Links()
     for chain in structure.chains:
@@ -167,6 +170,10 @@ def _trace(
                 continue
             module = model.get_submodule(names[block.name])
             links.watch(block.name, module)
+            if compiled is not None:  # nothing inside has a call of its own
+                recorder.watch_module(block.name, module)
+                compiled.compile(module, int(block.name.rpartition(".")[2]))
+                continue
             start = block.trainer_ffn_start
             recorder.watch_module(block.name, module, reads_from=start)
             inner = {*block.attention, *(m for run in block.feed_forward for m in run)}
@@ -185,9 +192,8 @@ def _trace(
             job = build.Job(model, inputs, wanted, workload.family.output_stack, autocast)
         leaves = [t for t in [*pytree.tree_leaves(job.inputs), job.target] if isinstance(t, torch.Tensor)]
         input_bytes = tuple(t.untyped_storage().nbytes() for t in leaves)
-        functions = CudaFunctions(target) if target.kind == "cuda" else contextlib.nullcontext()
         with known or contextlib.nullcontext(), recorder, meta_autocast():
-            with functions, recorder.saved_tensors():
+            with functions or contextlib.nullcontext(), recorder.saved_tensors():
                 loss = forward_loss(job)
             backward_start = recorder.now
             loss.backward()
@@ -215,7 +221,7 @@ def _trace(
         trained_shapes=tuple((shape, size, count) for (shape, size), count in sorted(counted.items())),
         input_bytes=input_bytes,
         parameters=0,
-        notes=_assumptions(workload, known),
+        notes=(*_assumptions(workload, known), *(compiled.notes if compiled is not None else ())),
     )
 
 

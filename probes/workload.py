@@ -572,8 +572,6 @@ def _check_supported(w: Workload) -> None:
             raise NotYetError(f"--weights-offload {w.weights_offload} cannot be estimated yet; none and ramtorch can")
         if w.adapter == "full":
             raise NotYetError("--weights-offload ramtorch with --adapter full cannot be estimated yet")
-    if w.compile != "none":
-        raise NotYetError(f"--compile {w.compile} cannot be estimated yet; none can")
 
 
 def reduced_copy(workload: Workload) -> Workload:
