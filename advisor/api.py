@@ -13,7 +13,7 @@ from typing import Any
 
 from decision_rules.ladder import Choice, Objective, choose
 from decision_rules.optimum import optimum
-from decision_rules.support import Executor, Verdict, candidates, check, semantics
+from decision_rules.support import Executor, Verdict, as_run, candidates, check, semantics
 from estimators import calibration, devices, optimizers
 from estimators.devices import Device, DeviceKind
 from estimators.estimate import GIB, Estimate, Estimator, usable_reserved
@@ -187,7 +187,10 @@ class Session:
         self._profiles: dict[tuple[Any, ...], tuple[Profile, tuple[str, ...]]] = {}
         self._replays: dict[tuple[Any, ...], Replay] = {}
 
-    def _profile(self, workload: Workload, device: Device) -> tuple[tuple[Any, ...], Profile, tuple[str, ...]]:
+    def _profile(
+        self, workload: Workload, device: Device, executor: Executor
+    ) -> tuple[tuple[Any, ...], Profile, tuple[str, ...]]:
+        asked, workload = workload, as_run(executor, workload)
         key = (workload.traced(), device.kind is DeviceKind.CPU, (device.capability or (8, 0)) >= (8, 0))
         if key not in self._profiles:
             if len(self._profiles) >= 64:
@@ -198,7 +201,7 @@ class Session:
             profile = profile_for(workload, device, warnings.append, refresh=self.refresh, progress=self.progress)
             self._profiles[key] = (profile, tuple(warnings))
         profile, warned = self._profiles[key]
-        return key, dataclasses.replace(profile, workload=workload), warned
+        return key, dataclasses.replace(profile, workload=asked), warned
 
     def plan(
         self,
@@ -255,7 +258,14 @@ class Session:
     ) -> Estimate:
         """One supported schedule of one workload."""
         _, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
-        verdict = check(executor, workload.model, estimator.profile.structure, schedule, workload.variant)
+        verdict = check(
+            executor,
+            workload.model,
+            estimator.profile.structure,
+            schedule,
+            workload.variant,
+            compiled=workload.compiles,
+        )
         found = estimator.estimate(verdict.effective)
         save()
         return found
@@ -264,8 +274,8 @@ class Session:
         self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None
     ) -> tuple[tuple[str, ...], Estimator, Callable[[], None]]:
         """(warnings about the profile, an estimator, what stores its allocator simulations)."""
-        key, profile, warnings = self._profile(workload, device)
-        cache_name = f"{store.key(workload, profile.target, profile.source)}.reserved.json"
+        key, profile, warnings = self._profile(workload, device, executor)
+        cache_name = f"{store.key(as_run(executor, workload), profile.target, profile.source)}.reserved.json"
         trouble: list[str] = []
         stored = store.read_small(cache_name, trouble.append)
         reserved = usable_reserved(stored)
@@ -307,11 +317,13 @@ class Session:
         wanted = (
             list(schedules)
             if schedules is not None
-            else candidates(executor, family, profile.structure, workload.variant)
+            else candidates(executor, family, profile.structure, workload.variant, compiled=workload.compiles)
         )
         estimates: list[Estimate] = []
         for schedule in wanted:
-            verdict: Verdict = check(executor, family, profile.structure, schedule, workload.variant)
+            verdict: Verdict = check(
+                executor, family, profile.structure, schedule, workload.variant, compiled=workload.compiles
+            )
             if not verdict.supported:
                 estimates.append(Estimate(schedule, False, verdict.reason))
                 continue

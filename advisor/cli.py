@@ -807,7 +807,10 @@ def import_config(
     session = _session(workload)
     answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free)
     if all(e.schedule != read.schedule for e in answer.schedules):
-        wanted = [read.schedule, *candidates(Executor.SIMPLETUNER, workload.model, answer.structure)]
+        wanted = [
+            read.schedule,
+            *candidates(Executor.SIMPLETUNER, workload.model, answer.structure, compiled=workload.compiles),
+        ]
         answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free, schedules=wanted)
     own = next(e for e in answer.schedules if e.schedule == read.schedule)
     fits = answer.recommended is not None

@@ -266,7 +266,7 @@ Compile = Annotated[
         "--compile",
         panel=EXECUTION,
         metavar="KIND",
-        text="torch.compile: none (regional is not estimated yet). Default: none.",
+        text="torch.compile: none, or regional (every block on its own, Inductor; docs/schedules.md says what then works). Default: none.",
     ),
 ]
 WeightsOffload = Annotated[

@@ -183,11 +183,13 @@ def estimates() -> tuple[list[Answered], dict[str, int]]:
             continue
         device = find_gpu(row.gpu)
         try:
-            _, profile, _ = session._profile(workload, device)
+            _, profile, _ = session._profile(workload, device, Executor.SIMPLETUNER)
         except (TraceError, WorkloadError) as error:
             refused[_short(error)] += 1
             continue
-        verdict = check(Executor.SIMPLETUNER, workload.model, profile.structure, row.schedule)
+        verdict = check(
+            Executor.SIMPLETUNER, workload.model, profile.structure, row.schedule, compiled=workload.compiles
+        )
         if not verdict.supported:
             refused[verdict.reason or "not supported"] += 1
             continue

@@ -275,7 +275,13 @@ def _refused_by_trainer(plan: Plan) -> str | None:
     if plan.executor is Executor.SIMPLETUNER or plan.recommended is None:
         return None
     family = plan.workload.family
-    verdict = check(Executor.SIMPLETUNER, plan.workload.model, plan.structure, plan.recommended.schedule)
+    verdict = check(
+        Executor.SIMPLETUNER,
+        plan.workload.model,
+        plan.structure,
+        plan.recommended.schedule,
+        compiled=plan.workload.compiles,
+    )
     if not verdict.supported:
         return verdict.reason
     if verdict.effective != plan.recommended.schedule:
@@ -317,7 +323,8 @@ def unsupported(plan: Plan) -> list[tuple[str, str]]:
     for schedule in (*(Schedule(b) for b in Backend), Schedule(offload_attention=True)):
         if (schedule.backend, schedule.offload_attention) in there:
             continue
-        verdict = check(plan.executor, plan.workload.model, plan.structure, schedule, plan.workload.variant)
+        w = plan.workload
+        verdict = check(plan.executor, w.model, plan.structure, schedule, w.variant, compiled=w.compiles)
         reason = verdict.reason or "; ".join(verdict.notes)
         if reason:
             found.append((schedule.name, reason))

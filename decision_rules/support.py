@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -12,6 +13,7 @@ from estimators.estimate import Semantics
 from estimators.schedule import Backend, IntervalForm, Offloading, Schedule, resolve
 from probes import resources
 from probes.structure import Structure
+from probes.workload import Workload
 
 
 class Executor(StrEnum):
@@ -147,22 +149,74 @@ def semantics(executor: Executor, family: str, variant: str | None = None) -> Se
                 row.interval_form,
                 interval_selects_ffn=row.ffn_interval.startswith("every"),
                 trainer_ffn_scope=True,
+                attention_from_block=row.offload_scope == FROM_BLOCK,
                 offloading=Offloading.KERNEL if row.offload_scope == KERNEL_ONLY else Offloading.HOOKS,
                 copies_out_overlap=True,
             )
 
 
+def as_run(executor: Executor, workload: Workload) -> Workload:
+    """The workload whose trace shows what the executor's step computes.
+
+    SimpleTuner with regional compile: eager. In all published runs that had it on (one model; bf16, int8 and dynamic fp8 base; two
+    cards) memory and step time are those of the same job without compile.
+    """
+    if executor is Executor.SIMPLETUNER and workload.compile != "none":
+        return dataclasses.replace(workload, compile="none")
+    return workload
+
+
 def check(
-    executor: Executor, family: str, structure: Structure, schedule: Schedule, variant: str | None = None
+    executor: Executor,
+    family: str,
+    structure: Structure,
+    schedule: Schedule,
+    variant: str | None = None,
+    *,
+    compiled: bool = False,
 ) -> Verdict:
-    """Whether `executor` runs `schedule` on a model of `family`, and what it makes of it."""
+    """Whether `executor` runs `schedule` on a model of `family`, and what it makes of it.
+
+    Args:
+        compiled: the workload has regional compile on.
+    """
     match executor:
         case Executor.BUNDLED:
-            return _bundled(structure, schedule)
+            return (_inside_compiled(schedule) if compiled else None) or _bundled(structure, schedule)
         case Executor.DIFFUSERS:
             return _diffusers(family, trainer_support(family, variant), schedule)
         case Executor.SIMPLETUNER:
-            return _simpletuner(family, trainer_support(family, variant), schedule)
+            verdict = _simpletuner(family, trainer_support(family, variant), schedule)
+            return _with_trainers_compile(verdict) if compiled and verdict.supported else verdict
+
+
+def _inside_compiled(schedule: Schedule) -> Verdict | None:
+    """Why a schedule that reaches into blocks cannot run on compiled ones; None: it stays outside."""
+    actions = schedule.actions or ()
+    if schedule.backend.feed_forward_only or any(a.recomputes_feed_forward for a in actions):
+        return _no(
+            schedule, "a compiled block has no feed-forward side of its own; torch and unsloth work, or --compile none"
+        )
+    if schedule.offload_attention or any(a.offloads_attention for a in actions):
+        return _no(
+            schedule,
+            "what attention saves inside a compiled block cannot be told apart; leave its offload off, or --compile none",
+        )
+    return None
+
+
+def _with_trainers_compile(verdict: Verdict) -> Verdict:
+    """Regional compile in SimpleTuner: in its published runs checkpointing has no effect beside it, attention offload has one."""
+    schedule = verdict.effective
+    if schedule.backend is Backend.NONE:
+        note = "regional compile shows no effect in SimpleTuner's published runs: estimated as eager"
+        return dataclasses.replace(verdict, notes=(*verdict.notes, note))
+    note = (
+        "in SimpleTuner's published runs with regional compile checkpointing has no effect on memory or time, nor has compile: "
+        "estimated as eager without checkpointing; --compile none checkpoints"
+    )
+    effective = dataclasses.replace(schedule, backend=Backend.NONE)
+    return dataclasses.replace(verdict, effective=effective, notes=(*verdict.notes, note))
 
 
 def _no(schedule: Schedule, reason: str) -> Verdict:
@@ -250,6 +304,8 @@ def _simpletuner(family: str, row: TrainerSupport, schedule: Schedule) -> Verdic
 
 KERNEL_ONLY = "kernel only"
 """An `offload_scope` that wraps the attention kernel and not the projections around it."""
+FROM_BLOCK = "attention module with its projections, norm1 and modulation"
+"""An `offload_scope` that wraps what the block does before its attention too."""
 
 
 INTERVALS: tuple[tuple[int, int | None], ...] = (
@@ -258,7 +314,9 @@ INTERVALS: tuple[tuple[int, int | None], ...] = (
 """(interval, stride) pairs that the ladder tries; from most to least recomputation where a stride leaves gaps."""
 
 
-def candidates(executor: Executor, family: str, structure: Structure, variant: str | None = None) -> list[Schedule]:
+def candidates(
+    executor: Executor, family: str, structure: Structure, variant: str | None = None, *, compiled: bool = False
+) -> list[Schedule]:
     """Every schedule worth comparing for this family in the order of the ladder: supported ones only, and of several that do
     the same to this model only the first."""
     whole = [Schedule(Backend.TORCH), *(Schedule(Backend.TORCH, k, s) for k, s in INTERVALS)]
@@ -280,7 +338,7 @@ def candidates(executor: Executor, family: str, structure: Structure, variant: s
     kept: list[Schedule] = []
     effects: set[tuple[object, ...]] = set()
     for schedule in wanted:
-        verdict = check(executor, family, structure, schedule, variant)
+        verdict = check(executor, family, structure, schedule, variant, compiled=compiled)
         if not verdict.supported or verdict.effective != schedule:
             continue
         done = resolve(

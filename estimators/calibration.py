@@ -261,6 +261,8 @@ def job_kind(profile: Profile) -> str:
 
 def kind(workload: Workload, *, convolutional: bool) -> str:
     """The kind of job, for a model of which it is known whether convolutions are a good part of its work."""
+    if workload.compiles:
+        return COMPILED
     if workload.weights_offload != "none":
         return "offloaded weights"
     if workload.precision in ("bf16", "bf16-upcast", "fp16", "fp32"):
@@ -313,12 +315,15 @@ def current() -> tuple[Calibration, str | None]:
         return packaged(), f"the calibration file cannot be used and is left aside ({error})"
 
 
+COMPILED = "compiled blocks"
+"""A kind of job of its own: nothing of it was measured on a GPU."""
+_COMPILED = Bands(Band.symmetric(0.1), Band.symmetric(0.69), "CPU runs with Inductor (peak); an assumption (step time)")
 _UNKNOWN = Bands(Band.symmetric(0.3), Band.symmetric(0.69), "nothing of this kind was measured", unreliable=True)
 
 
 def bands_for(name: str) -> Bands:
     """The bands of a kind of job (see :func:`kind`)."""
-    return current()[0].bands.get(name) or packaged().bands.get(name) or _UNKNOWN
+    return current()[0].bands.get(name) or packaged().bands.get(name) or (_COMPILED if name == COMPILED else _UNKNOWN)
 
 
 def card(name: str) -> Card | None:

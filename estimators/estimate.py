@@ -32,6 +32,8 @@ class Semantics:
     interval_selects_ffn: bool = True
     trainer_ffn_scope: bool = False
     offloading: Offloading = Offloading.BUNDLED
+    attention_from_block: bool = False
+    """Attention offload takes what the block saves before its attention too."""
     copies_out_overlap: bool = False
     """Device-to-host copies run on a stream of their own."""
 
@@ -43,6 +45,7 @@ class Semantics:
             interval_selects_ffn=self.interval_selects_ffn,
             trainer_ffn_scope=self.trainer_ffn_scope,
             offloading=self.offloading,
+            attention_from_block=self.attention_from_block,
         )
 
 

@@ -178,15 +178,25 @@ class Placement:
 
     def _attention_saves(self, resolution: Resolution) -> Flags:
         found = np.zeros(len(self.tape.saved_at), bool)
-        calls: Iterable[Call | AttentionCall] = self.calls
+        spans: Iterable[tuple[int, int]] = ((call.start, call.end) for call in self.calls)
         if not self.bundled:
-            calls = (call for name in resolution.offloaded_attention for call in self.tape.calls.get(name, ()))
-        for call in calls:
-            low, high = np.searchsorted(self.tape.saved_at, (call.start, call.end))
+            spans = self._wrapped(resolution)
+        for span in spans:
+            low, high = np.searchsorted(self.tape.saved_at, span)
             found[low:high] = True
         if resolution.offloading is Offloading.KERNEL:
             found &= self._kernel_saves()
         return found
+
+    def _wrapped(self, resolution: Resolution) -> Iterator[tuple[int, int]]:
+        """What the executor's hooks are around: the attention modules, or their blocks up to the end of attention."""
+        calls = self.tape.calls
+        for name, block in zip(resolution.offloaded_attention, resolution.attention_blocks, strict=True):
+            for call in calls.get(name, ()):
+                start = call.start
+                if resolution.attention_from_block:
+                    start = max((b.start for b in calls.get(block, ()) if b.start <= start < b.end), default=start)
+                yield start, call.end
 
     def _kernel_saves(self) -> Flags:
         """What attention kernels themselves save: the unbroken runs of saved tensors just before and just after each."""

@@ -271,6 +271,8 @@ class Resolution:
     attention_blocks: tuple[str, ...] = ()
     """For each of them, the block that it is in."""
     offloading: Offloading = Offloading.HOOKS
+    attention_from_block: bool = False
+    """What the block saves before its attention (norm and modulation) goes with it."""
     notes: tuple[str, ...] = field(default=())
     """What was not done as asked, and why."""
 
@@ -297,6 +299,7 @@ def resolve(
     interval_selects_ffn: bool = True,
     trainer_ffn_scope: bool = False,
     offloading: Offloading = Offloading.BUNDLED,
+    attention_from_block: bool = False,
 ) -> Resolution:
     """The checkpoint units of `schedule` on a model.
 
@@ -308,6 +311,7 @@ def resolve(
             feed-forward side is checkpointed, every k-th; False: every block's is.
         trainer_ffn_scope: use `Block.trainer_ffn_start`, where a block has one.
         offloading: how the executor moves tensors.
+        attention_from_block: attention offload takes what the block saves before its attention too.
 
     Raises:
         ScheduleError: a per-block schedule of the wrong length, or one that asks for a feed-forward side that the block
@@ -335,6 +339,7 @@ def resolve(
             tuple(a for a, _ in pairs),
             tuple(b for _, b in pairs),
             offloading,
+            attention_from_block,
             tuple(dict.fromkeys(notes)),
         )
 

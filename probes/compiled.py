@@ -8,7 +8,7 @@ kernel by kernel (`probes.kernels`). Assumed: Dynamo captures a block as one gra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,6 +38,22 @@ class _Body(nn.Module):
         return self._forward(*args, **kwargs)
 
 
+def _as_function(
+    body: _Body, names: Sequence[str], constants: Sequence[Any], where: Sequence[int], spec: Any
+) -> Callable[..., Any]:
+    """A block as a function of its parameters and tensor arguments. Holds no tensor of the call that it is made for."""
+
+    def flat(*tensors: torch.Tensor) -> Any:
+        parameters = {f"block.{n}": t for n, t in zip(names, tensors[: len(names)], strict=True)}
+        leaves = list(constants)
+        for i, t in zip(where, tensors[len(names) :], strict=True):
+            leaves[i] = t
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return torch.func.functional_call(body, parameters, args, kwargs)
+
+    return flat
+
+
 def _described(value: Any) -> Any:
     """Equal for arguments with which a compiled block need not be compiled again."""
     if not isinstance(value, torch.Tensor):
@@ -62,7 +78,9 @@ class CompiledBlocks:
     @property
     def notes(self) -> tuple[str, ...]:
         """What an answer has to say about the compiled blocks."""
-        return tuple(f"{kind} could not be compiled here ({why}): estimated as eager" for kind, why in self.failed.items())
+        return tuple(
+            f"{kind} could not be compiled here ({why}): estimated as eager" for kind, why in self.failed.items()
+        )
 
     def compile(self, block: nn.Module, index: int) -> None:
         """Puts a compiled call in place of the block's `forward`."""
@@ -75,16 +93,8 @@ class CompiledBlocks:
         given = (*state.values(), *(leaves[i] for i in where))
         key = (signature(block, index), str(spec), tuple(map(_described, (*state.values(), *leaves))))
         if key not in self._known:
-            body = _Body(block, forward)
-
-            def flat(*tensors: torch.Tensor) -> Any:
-                parameters = {f"block.{n}": t for n, t in zip(state, tensors[: len(state)], strict=True)}
-                filled = list(leaves)
-                for i, t in zip(where, tensors[len(state) :], strict=True):
-                    filled[i] = t
-                args, kwargs = pytree.tree_unflatten(filled, spec)
-                return torch.func.functional_call(body, parameters, args, kwargs)
-
+            constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            flat = _as_function(_Body(block, forward), tuple(state), constants, where, spec)
             try:
                 self._known[key] = self._compile(flat, given, len(state))
             except Exception as error:  # noqa: BLE001  a block may do what no graph can hold
@@ -125,5 +135,3 @@ class CompiledBlocks:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
-
-

@@ -104,7 +104,9 @@ class Plan:
         self.inputs = tuple(n for n in graph.nodes if n.op == "placeholder")
         self.outputs: tuple[Any, ...] = tuple(graph.output_node().args[0])
         self._calls = [n for n in graph.nodes if n.op == "call_function"]
-        self._alone = {n for n in self._calls if n.target is not operator.getitem and not _is_view(n) and _runs_alone(n)}
+        self._alone = {
+            n for n in self._calls if n.target is not operator.getitem and not _is_view(n) and _runs_alone(n)
+        }
         self._returned = {n for n in self.outputs if isinstance(n, fx.Node)}
         self._find_written(on_cpu)
         self._find_levels()
@@ -143,8 +145,6 @@ class Plan:
             reduces = _is_reduction(n) or (n.target is operator.getitem and _is_reduction(of[0]))
             if not parts and not _is_view(n) and (n in wanted or reduces or copied):
                 self.written[n] = tuple(reads[n])
-            elif _is_view(n) and n in wanted and not any(i in wanted for i in of):
-                self.written[n] = tuple(reads[n])
             else:
                 inlined.add(n)
 
@@ -169,7 +169,7 @@ class Plan:
         for n in self._calls:
             if n in self.views or (n not in self._alone and n not in self.written):
                 continue
-            before = [self._root(r) for r in (self.written[n] if n in self.written else n.all_input_nodes)]
+            before = [self._root(r) for r in self.written.get(n, n.all_input_nodes)]
             before = [b for b in before if b in self.level]
             if n in self.written:
                 space = self._space(n)
@@ -234,9 +234,9 @@ class Plan:
             outside.update(map(self._root, n.all_input_nodes))
         reads_of = []
         for g in groups:
-            reads = dict.fromkeys(r for n in g for r in self.written[n] if self._root(r) not in g)
+            reads = tuple(dict.fromkeys(r for n in g for r in self.written[n] if self._root(r) not in g))
             outside.update(map(self._root, reads))
-            reads_of.append(tuple(reads))
+            reads_of.append(reads)
         for g, reads in zip(groups, reads_of, strict=True):
             writes = tuple(n for n in g if n in outside)
             found.append((min(position[n] for n in g), None, reads, writes))
@@ -248,8 +248,12 @@ class Plan:
     def _schedule(self, kernels: list[_Kernel]) -> list[_Kernel]:
         """In the graph's order as far as dependences allow."""
         makes = {n: i for i, k in enumerate(kernels) for n in k[3]}
-        waits = [{makes[r] for r in map(self._root, k[2]) if r in makes and makes[r] != i} for i, k in enumerate(kernels)]
-        order, done, left = [], set(), sorted(range(len(kernels)), key=lambda i: kernels[i][0])
+        waits = [
+            {makes[r] for r in map(self._root, k[2]) if r in makes and makes[r] != i} for i, k in enumerate(kernels)
+        ]
+        order: list[_Kernel] = []
+        done: set[int] = set()
+        left = sorted(range(len(kernels)), key=lambda i: kernels[i][0])
         while left:
             ready = next(i for i in left if waits[i] <= done)
             left.remove(ready)
@@ -309,7 +313,7 @@ def run(plan: Plan, values: list[Any], fused: Callable[[float], None]) -> list[A
             args, kwargs = fx.node.map_arg((step.node.args, step.node.kwargs), lambda n: known[n])
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": example.device}
-            known[step.node] = step.node.target(*args, **kwargs)  # type: ignore[operator]
+            known[step.node] = step.node.target(*args, **kwargs)
         else:
             spare = [known[r] for r in step.spare]
             for n in step.writes:
@@ -324,7 +328,9 @@ def run(plan: Plan, values: list[Any], fused: Callable[[float], None]) -> list[A
 def _allocate(like: torch.Tensor, spare: list[torch.Tensor], example: torch.Tensor) -> torch.Tensor:
     """Memory for what a kernel writes; over an input that goes with it, if it fits exactly (Inductor's `inplace_buffers`)."""
     size, stride = tuple(map(int, like.size())), tuple(map(int, like.stride()))
-    needed = like.element_size() * (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0)
+    needed = like.element_size() * (
+        1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0
+    )
     for i, old in enumerate(spare):
         if old.dtype is like.dtype and old.untyped_storage().nbytes() == needed:
             del spare[i]

@@ -661,6 +661,10 @@ def measure(workload: Workload, *, device: str = "cuda", repeats: int = 5) -> Pr
     if repeats < 1:
         raise MeasureError(f"repeats must be at least 1, not {repeats}")
     meter = meter_for(device)
+    if workload.compiles:
+        raise MeasureError(
+            "--compile regional cannot be probed: blocks are measured as they are, uncompiled; --compile none can"
+        )
     if workload.precision in quantized.table():
         raise MeasureError(
             f"--precision {workload.precision} cannot be measured: its kernels come from a package of their own"

@@ -6,7 +6,7 @@ All names are qualified module names as `model.get_submodule` takes them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,18 @@ class Structure:
     @property
     def blocks(self) -> tuple[Block, ...]:
         return tuple(b for c in self.chains for b in c.blocks)
+
+    def without_regions(self) -> Structure:
+        """The same blocks, with nothing to reach inside them."""
+        return Structure(
+            tuple(
+                replace(
+                    c,
+                    blocks=tuple(replace(b, feed_forward=(), attention=(), trainer_ffn_start=None) for b in c.blocks),
+                )
+                for c in self.chains
+            )
+        )
 
     @property
     def has_feed_forward(self) -> bool:

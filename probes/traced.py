@@ -30,7 +30,7 @@ from probes.store import versions
 from probes.structure import Block, Chain, Structure
 from probes.target import Target
 from probes.targets import CudaFunctions, cpu_scratch, cuda_scratch
-from probes.workload import Workload, WorkloadError
+from probes.workload import NotYetError, Workload, WorkloadError
 
 
 class TraceError(RuntimeError):
@@ -63,7 +63,7 @@ def _attempts(workload: Workload, target: Target, runs: list[thinning.Run]) -> l
     else:
         ways = [VALUES, FAKE] if workload.family.reads_values else [META, VALUES, FAKE]
     found = [(chosen, way) for chosen in ([runs, []] if runs else [[]]) for way in ways]
-    if target.kind == "cpu" and workload.reduced and workload.compile == "none":
+    if target.kind == "cpu" and workload.reduced and not workload.compiles:
         return [*found, ([], REAL)] if workload.config_json else [([], REAL), *found]
     return found
 
@@ -78,9 +78,12 @@ def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile
         TraceError: the model's forward or backward does not run without real tensors.
         WorkloadError: LoRA targets that match nothing; an attention backend that does not take the model.
     """
+    _check_compile(workload)
     with torch.device("meta"):
         base = build.build_base(workload)
     structure = discover(base, workload.family.regions)
+    if workload.compiles:
+        structure = structure.without_regions()
     runs = [] if whole else thinning.find_runs(base, structure)
     attempts = _attempts(workload, target, runs)
     sizes, parameters = _base_sizes(base, workload)
@@ -132,6 +135,15 @@ def _base_sizes(model: nn.Module, workload: Workload) -> tuple[tuple[tuple[int, 
     return tuple(sorted(counted.items())), sum(p.numel() for p in model.parameters())
 
 
+def _check_compile(workload: Workload) -> None:
+    if workload.compiles and (workload.precision in quantized.table() or workload.weights_offload != "none"):
+        what = "--weights-offload" if workload.weights_offload != "none" else f"--precision {workload.precision}"
+        raise NotYetError(
+            f"--compile regional with {what} cannot be estimated yet: its kernels are described, not traced, and would fuse; "
+            "--compile none can, or a float precision"
+        )
+
+
 def _trace(
     workload: Workload,
     target: Target,
@@ -161,7 +173,7 @@ def _trace(
         keep_values=known_values,
     )
     functions = CudaFunctions(target) if target.kind == "cuda" else None
-    compiled = CompiledBlocks(recorder, functions) if workload.compile == "regional" else None
+    compiled = CompiledBlocks(recorder, functions) if workload.compiles else None
     names = {thinning.original_name(n, kept): n for n, _ in model.named_modules()}
     links = _Links()
     for chain in structure.chains:

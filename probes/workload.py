@@ -145,6 +145,11 @@ class Workload:
         """The size as `buckets` writes it."""
         return _bucket_name(self.height, self.width, self.frames, self.family)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled."""
+        return self.compile != "none"
+
     def traced(self) -> Workload:
         """The workload with everything at its default that does not change a trace."""
         return dataclasses.replace(

@@ -5,6 +5,7 @@
 Losses and gradients are bit for bit those of the model without a schedule.
 """
 
+from advisor.runtime.compiling import compile_blocks
 from advisor.runtime.handle import Handle, RuntimeRefused, apply, remove
 
-__all__ = ["Handle", "RuntimeRefused", "apply", "remove"]
+__all__ = ["Handle", "RuntimeRefused", "apply", "compile_blocks", "remove"]

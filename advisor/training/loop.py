@@ -17,7 +17,7 @@ import torch
 from advisor.interruption import Interruption, Stopped
 from advisor.per_block import check, for_copy
 from advisor.pretrained import load_model, pretrained_config
-from advisor.runtime import Handle, RuntimeRefused, apply
+from advisor.runtime import Handle, RuntimeRefused, apply, compile_blocks
 from advisor.training import checkpoints, memory, weights
 from advisor.training.data import Cached, Synthetic, sample_files, slots, step_seed
 from advisor.training.metrics import Metrics
@@ -28,6 +28,7 @@ from estimators.schedule import Schedule, ScheduleError
 from probes.build import Job, autocast_dtype, build_base, device_job, given_job, real_job
 from probes.discover import discover
 from probes.step import make_optimizer, runs_as_named
+from probes.structure import Structure
 from probes.workload import Workload, WorkloadError, reduced_copy
 
 DEFAULT_LR = 1e-4
@@ -431,14 +432,21 @@ class _Trainer:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.notes: list[str] = []
+        if workload.compiles:
+            say("compiling the blocks (the first steps take long)")
+            compile_blocks(job.model, self._structure(), self.device.type)
 
     def set_lr(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings["lr"]
 
+    def _structure(self) -> Structure:
+        found = discover(self.job.model, self.workload.family.regions)
+        return found.without_regions() if self.workload.compiles else found
+
     def _apply(self, schedule: Schedule) -> Handle:
         """A schedule of the plan on the model that trains, which may be the reduced copy."""
-        structure = discover(self.job.model, self.workload.family.regions)
+        structure = self._structure()
         if self.workload.reduced:
             schedule, notes = for_copy(schedule, structure)
             self.notes += notes
