@@ -6,7 +6,7 @@ import csv
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,14 +165,15 @@ class Answered:
     estimate: Estimate
 
 
-def estimates() -> tuple[list[Answered], dict[str, int]]:
-    """Rows that can be estimated under SimpleTuner's semantics, and for the others why not with how many rows."""
+def estimates(chosen: Sequence[Row] | None = None) -> tuple[list[Answered], dict[str, int]]:
+    """Rows that can be estimated under SimpleTuner's semantics, and for the others why not with how many rows. Of all rows, or of
+    those `chosen`."""
     from decision_rules.support import check, semantics
 
     session = Session()
     refused: dict[str, int] = defaultdict(int)
     answered: list[Answered] = []
-    for row in rows():
+    for row in rows() if chosen is None else chosen:
         try:
             workload = from_request(row.request)
         except WorkloadError as error:

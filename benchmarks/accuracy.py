@@ -8,6 +8,7 @@ Two parts: CPU runs of reduced copies against PyTorch's profiler, and the publis
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import statistics
 import sys
@@ -20,6 +21,7 @@ from advisor.published import Answered, by_family, estimates
 from estimators.calibration import Calibration, job_kind
 from estimators.estimate import GIB
 from estimators.fitting import calibrate
+from probes import resources
 from probes.catalogue import families
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +50,20 @@ def errors(answered: list[Answered]) -> tuple[list[float], list[float], list[flo
             predicted = a.estimate.step_seconds / base.estimate.step_seconds  # type: ignore[operator]
             ratios.append(predicted / (a.row.seconds / base.row.seconds) - 1)  # type: ignore[operator]
     return peak, seconds, ratios
+
+
+def regional(answered: list[Answered]) -> str:
+    """The rows with regional compile, whose figures are marked unfit for comparison and take part in nothing else."""
+    figures = {r["id"]: r for r in csv.DictReader(resources.text("measured.csv").splitlines())}
+    seen = [(a.estimate, figures[a.row.id]) for a in answered if a.workload.compiles]
+    peak = [e.peak / GIB / float(r["peak_vram_gib"]) - 1 for e, r in seen if r["peak_vram_gib"]]
+    seconds = [e.step_seconds / float(r["sec_per_step"]) - 1 for e, r in seen if e.step_seconds and r["sec_per_step"]]
+    ran_out = [e for e, r in seen if r["status"] == "OOM"]
+    return (
+        f"Regional compile, as eager without checkpointing ({len(seen)} rows, Krea 2): peak median absolute error "
+        f"{statistics.median(map(abs, peak)):.1%}, worst {max(peak, key=abs):+.1%}; step time {statistics.median(map(abs, seconds)):.0%}, worst "
+        f"{max(seconds, key=abs):+.0%}; {sum(not e.fits for e in ran_out)} of {len(ran_out)} that ran out of memory are predicted not to fit."
+    )
 
 
 def published() -> tuple[list[str], Calibration]:
@@ -101,6 +117,7 @@ def published() -> tuple[list[str], Calibration]:
                 out.append(
                     f"| {family} | {name} | {len(peak)} | {statistics.median(map(abs, peak)):.1%} | {max(peak, key=abs):+.1%} | {times} |"
                 )
+    out += ["", regional(answered)]
     plain = [a for a in answered if a.row.precision == "bf16" and not a.row.schedule.offload_attention]
     for names in (("SD3", "Z-Image Turbo"),):
         peak = errors([a for a in plain if a.row.family in names])[0]

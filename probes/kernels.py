@@ -303,7 +303,7 @@ def run(plan: Plan, values: list[Any], fused: Callable[[float], None]) -> list[A
     """
     known: dict[fx.Node, Any] = dict(zip(plan.inputs, values, strict=True))
     values.clear()
-    example = next(v for v in known.values() if isinstance(v, torch.Tensor))
+    device = next(v.device for v in known.values() if isinstance(v, torch.Tensor))
     used = {r for s in plan.steps for r in s.reads}
     for n in plan.inputs:
         if n not in used and n not in plan.outputs:
@@ -312,12 +312,12 @@ def run(plan: Plan, values: list[Any], fused: Callable[[float], None]) -> list[A
         if step.node is not None:
             args, kwargs = fx.node.map_arg((step.node.args, step.node.kwargs), lambda n: known[n])
             if "device" in kwargs:
-                kwargs = {**kwargs, "device": example.device}
+                kwargs = {**kwargs, "device": device}
             known[step.node] = step.node.target(*args, **kwargs)
         else:
             spare = [known[r] for r in step.spare]
             for n in step.writes:
-                known[n] = _allocate(_value(n), spare, example)
+                known[n] = _allocate(_value(n), spare, device)
             fused(float(sum(_bytes(n) for n in (*step.reads, *step.writes))))
             del spare
         for n in step.dies:
@@ -325,7 +325,7 @@ def run(plan: Plan, values: list[Any], fused: Callable[[float], None]) -> list[A
     return [known[o] if isinstance(o, fx.Node) else o for o in plan.outputs]
 
 
-def _allocate(like: torch.Tensor, spare: list[torch.Tensor], example: torch.Tensor) -> torch.Tensor:
+def _allocate(like: torch.Tensor, spare: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Memory for what a kernel writes; over an input that goes with it, if it fits exactly (Inductor's `inplace_buffers`)."""
     size, stride = tuple(map(int, like.size())), tuple(map(int, like.stride()))
     needed = like.element_size() * (
@@ -335,4 +335,4 @@ def _allocate(like: torch.Tensor, spare: list[torch.Tensor], example: torch.Tens
         if old.dtype is like.dtype and old.untyped_storage().nbytes() == needed:
             del spare[i]
             return torch.as_strided(old, size, stride, 0)
-    return example.new_empty_strided(size, stride, dtype=like.dtype)
+    return torch.empty_strided(size, stride, dtype=like.dtype, device=device)

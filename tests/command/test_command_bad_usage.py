@@ -126,12 +126,12 @@ def test_bad_input_is_one_line_that_names_it(advise: Advise, args: tuple[str, ..
 
 def test_what_is_valid_but_not_estimated_yet_says_so(advise: Advise, monkeypatch: pytest.MonkeyPatch) -> None:
     def not_yet(_: Any) -> None:
-        raise NotYetError("--compile regional cannot be estimated yet; none can")
+        raise NotYetError("--weights-offload blocks:2 cannot be estimated yet; none can")
 
     monkeypatch.setattr("probes.workload._check_supported", not_yet)
-    done = advise(*FLUX, "--compile", "regional")
+    done = advise(*FLUX, "--weights-offload", "blocks:2")
     assert done.status == 2
-    assert done.error == "--compile regional cannot be estimated yet; none can"
+    assert done.error == "--weights-offload blocks:2 cannot be estimated yet; none can"
 
 
 def test_nothing_given_prints_the_help_and_is_bad_usage(advise: Advise) -> None:

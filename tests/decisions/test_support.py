@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import fnmatch
 from typing import Any
 
@@ -10,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.exporters import simpletuner
+from advisor.published import estimates, rows
 from decision_rules import support
-from decision_rules.support import Executor, Ffn, candidates, check, semantics, trainer_support
+from decision_rules.support import Executor, Ffn, as_run, candidates, check, semantics, trainer_support
+from estimators.estimate import GIB
 from estimators.schedule import Action, Backend, IntervalForm, Schedule, resolve
-from probes import catalogue
+from probes import catalogue, resources
 from probes.structure import Block, Chain, Structure
+from probes.workload import from_request
 
 NONE, TORCH, FFN = Schedule(), Schedule(Backend.TORCH), Schedule(Backend.TORCH_FFN)
 FIVE = ("flux", "sd3", "sdxl", "wan", "z_image")
@@ -342,3 +346,65 @@ def test_every_control_that_the_advisor_reads_is_one_of_the_trainers() -> None:
     from estimators.schedule import KEYS
 
     assert set(TRAINER_KEYS) == KEYS
+
+
+# regional compile ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        FFN,
+        Schedule(offload_attention=True),
+        Schedule.per_block([Action("keep+offload-attention")] * len(STRUCTURE.blocks)),
+        Schedule.per_block([Action("recompute-ffn")] * len(STRUCTURE.blocks)),
+    ],
+    ids=lambda s: s.name,
+)
+def test_the_bundled_runtime_does_not_reach_into_compiled_blocks(schedule: Schedule) -> None:
+    verdict = check(Executor.BUNDLED, "flux", STRUCTURE, schedule, compiled=True)
+    assert not verdict.supported
+    assert "--compile none" in str(verdict.reason)
+    assert check(Executor.BUNDLED, "flux", STRUCTURE, schedule).supported
+
+
+def test_whole_compiled_blocks_are_checkpointed_by_the_bundled_runtime() -> None:
+    found = candidates(Executor.BUNDLED, "flux", STRUCTURE, compiled=True)
+    assert NONE in found
+    assert {s.backend for s in found} == {Backend.NONE, Backend.TORCH, Backend.UNSLOTH}
+    assert not any(s.offload_attention for s in found)
+
+
+def test_in_simpletuner_compile_takes_checkpointing_away_and_leaves_attention_offload() -> None:
+    verdict = check(
+        Executor.SIMPLETUNER, "flux", STRUCTURE, Schedule(Backend.TORCH, 2, offload_attention=True), compiled=True
+    )
+    assert verdict.effective == Schedule(offload_attention=True)
+    assert "without checkpointing" in verdict.notes[-1]
+    assert "eager" in check(Executor.SIMPLETUNER, "flux", STRUCTURE, NONE, compiled=True).notes[-1]
+    found = candidates(Executor.SIMPLETUNER, "flux", STRUCTURE, compiled=True)
+    assert found == [NONE, Schedule(offload_attention=True)]
+
+
+def test_only_simpletuners_step_is_traced_without_compile() -> None:
+    asked = from_request({"model": "flux", "compile": "regional"})
+    assert as_run(Executor.SIMPLETUNER, asked) == from_request({"model": "flux"})
+    assert as_run(Executor.BUNDLED, asked) == as_run(Executor.DIFFUSERS, asked) == asked
+
+
+def test_hooks_around_norm_modulation_and_attention_are_known() -> None:
+    assert semantics(Executor.SIMPLETUNER, "krea2").attention_from_block
+    assert not semantics(Executor.SIMPLETUNER, "flux").attention_from_block
+    assert not semantics(Executor.BUNDLED, "krea2").attention_from_block
+
+
+def test_published_peaks_with_regional_compile_are_those_of_eager_training_without_checkpointing() -> None:
+    wanted = {r.id: r for r in rows() if r.request.get("compile") == "regional"}
+    peaks = {r["id"]: r["peak_vram_gib"] for r in csv.DictReader(resources.text("measured.csv").splitlines())}
+    answered, _ = estimates([*wanted.values()])
+    assert len(answered) == len(wanted) == 36
+    seen = [(a.estimate.peak / GIB, float(peaks[a.row.id])) for a in answered if peaks[a.row.id]]
+    assert len(seen) == 32
+    assert all(predicted == pytest.approx(measured, rel=0.015) for predicted, measured in seen)
+    out = [a for a in answered if not peaks[a.row.id]]
+    assert all(a.row.out_of_memory and not a.estimate.fits for a in out)

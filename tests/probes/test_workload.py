@@ -257,7 +257,7 @@ def test_full_training_of_a_quantised_base_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "request_",
-    [{"precision": p} for p in PRECISIONS if p not in ESTIMATED_PRECISIONS] + [{"compile": "regional"}],
+    [{"precision": p} for p in PRECISIONS if p not in ESTIMATED_PRECISIONS],
     ids=str,
 )
 def test_what_cannot_be_estimated_yet_is_told_apart_from_what_is_not_valid(request_: dict[str, Any]) -> None:
