@@ -235,6 +235,8 @@ def advise(
     alpha: options.Alpha = None,
     lora_targets: options.LoraTargets = None,
     lora_dropout: options.LoraDropout = None,
+    dora: options.Dora = False,
+    rslora: options.RsLora = False,
     lokr_factor: options.LokrFactor = None,
     lokr_full_matrix: options.LokrFullMatrix = False,
     precision: options.Precision = None,
@@ -386,6 +388,12 @@ def _output_files(params: Mapping[str, Any]) -> dict[str, Path]:
     files = {key: options.output_file(key, params[key]) for key in ("export", "plan") if params[key] is not None}
     if len(files) == 2 and files["export"] == files["plan"]:
         raise WorkloadError(f"--export and --plan both name {params['export']}; give two files")
+    if "export" in files and params["adapter"] in (None, "lora"):
+        for key in ("dora", "rslora"):
+            if params[key]:
+                raise WorkloadError(
+                    f"--export: no key of the trainer for --{key} is known; leave --export or --{key} out"
+                )
     for option, path in files.items():
         if option == "export":
             options.check_replaced(
@@ -546,6 +554,8 @@ def probe(
     alpha: options.Alpha = None,
     lora_targets: options.LoraTargets = None,
     lora_dropout: options.LoraDropout = None,
+    dora: options.Dora = False,
+    rslora: options.RsLora = False,
     lokr_factor: options.LokrFactor = None,
     lokr_full_matrix: options.LokrFullMatrix = False,
     precision: options.Precision = None,
@@ -705,6 +715,8 @@ def largest_that_fits(
     alpha: options.Alpha = None,
     lora_targets: options.LoraTargets = None,
     lora_dropout: options.LoraDropout = None,
+    dora: options.Dora = False,
+    rslora: options.RsLora = False,
     lokr_factor: options.LokrFactor = None,
     lokr_full_matrix: options.LokrFullMatrix = False,
     precision: options.Precision = None,

@@ -126,6 +126,7 @@ _KEYS = {
     "--model": "model_family", "--variant": "model_flavour", "--batch": "train_batch_size", "--rank": "lora_rank",
     "--alpha": "lora_alpha", "--lora-dropout": "lora_dropout", "--precision": "base_model_precision", "--adapter": "model_type",
     "--optimizer": "optimizer", "--resolution": "resolution", "--fuse-qkv": "fuse_qkv_projections", "--weights-offload": "ramtorch",
+    "--dora": "use_dora", "--rslora": "use_rslora",
 }  # fmt: skip
 """The configuration's keys behind the command's options."""
 
@@ -263,6 +264,9 @@ def _adapter(values: Mapping[str, Any], request: dict[str, Any], notes: list[str
         request["adapter"] = "lokr"
         notes.append("lora_type lycoris: its own file says which form and factor; taken as LoKr with factor 16")
         return
+    for key, name in (("use_dora", "dora"), ("use_rslora", "rslora")):
+        if _flag(values, key):
+            request[name] = True
     for key, name in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "lora_dropout")):
         if values.get(key) not in (None, ""):
             request[name] = _number(values[key])

@@ -24,7 +24,7 @@ from estimators.estimate import GIB, Estimate
 from estimators.schedule import Backend, IntervalForm, Schedule
 from probes.catalogue import Family
 from probes.profile import Profile
-from probes.workload import Workload
+from probes.workload import ADAPTER_NAMES, Workload
 
 if TYPE_CHECKING:
     from advisor.importing import Imported
@@ -161,7 +161,9 @@ def workload_lines(w: Workload) -> list[str]:
         factor = (
             f", factor {w.lokr_factor}{', full matrix' if w.lokr_full_matrix else ''}" if w.adapter == "lokr" else ""
         )
-        kind = {"lora": "LoRA", "lokr": "LoKr"}.get(w.adapter, w.adapter)
+        kind = ADAPTER_NAMES[w.adapter]
+        if w.adapter == "lora":
+            kind += f"{' with DoRA' if w.dora else ''}{', rank-stabilised,' if w.rslora else ''}"
         trained = f"{kind} rank {w.rank}, alpha {w.alpha:g}{factor}, dropout {w.lora_dropout:g} on {', '.join(w.lora_targets)}"
     return [shape, f"{trained}; base {w.precision}, {w.optimizer}, attention {w.attention}"]
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from probes import fused, lokr, outside, stand_ins
+from probes import fused, loha, lokr, outside, stand_ins
 from probes.catalogue import InputSpec
 from probes.expressions import evaluate, evaluate_all
-from probes.workload import LOKR_TARGETS, Workload, WorkloadError
+from probes.workload import LOKR_TARGETS, LYCORIS, Workload, WorkloadError
 
 MOST_MODULES = 50_000
 """No model has more; those of the catalogue have up to 4000."""
@@ -178,7 +178,7 @@ def symbols(workload: Workload, model: nn.Module) -> dict[str, int]:
 
 
 def lokr_targets(model: nn.Module, workload: Workload) -> tuple[str, ...]:
-    """What gets a LoKr: as asked; where the default classes are not in the model, its attention and feed-forward modules."""
+    """What gets a LoKr or LoHa: as asked; where the default classes are not in the model, its attention and feed-forward modules."""
     if workload.lora_targets != LOKR_TARGETS or any(type(m).__name__ in LOKR_TARGETS for m in model.modules()):
         return workload.lora_targets
     regions = workload.family.regions.values()
@@ -186,8 +186,14 @@ def lokr_targets(model: nn.Module, workload: Workload) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) or workload.lora_targets
 
 
+def _lycoris(linear: nn.Linear, workload: Workload) -> nn.Module:
+    if workload.adapter == "loha":
+        return loha.LohaLinear(linear, workload.rank, workload.alpha / workload.rank)
+    return lokr.LokrLinear(linear, workload.rank, workload.lokr_factor, workload.lokr_full_matrix)
+
+
 def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = False) -> None:
-    """Freezes the base and adds a LoRA (or, for ``full``, makes every parameter trainable).
+    """Freezes the base and adds the adapter (or, for ``full``, makes every parameter trainable).
 
     Args:
         random_b: start B from random values instead of zeros, so that every gradient of a test run is non-zero.
@@ -199,11 +205,8 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
         model.requires_grad_(True)
         return
     model.requires_grad_(False)
-    if workload.adapter == "lokr":
-        made = lokr.inject(
-            model, lokr_targets(model, workload), workload.rank, workload.lokr_factor, workload.lokr_full_matrix
-        )
-        if not made:
+    if workload.adapter in LYCORIS:
+        if not lokr.inject(model, lokr_targets(model, workload), lambda linear: _lycoris(linear, workload)):
             classes = sorted(
                 {type(m).__name__ for m in model.modules() if any(isinstance(c, nn.Linear) for c in m.children())}
             )
@@ -214,7 +217,7 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
         if random_b:
             with torch.no_grad():
                 for name, p in model.named_parameters():
-                    if "lokr_w2" in name and not p.any():
+                    if ("lokr_w2" in name or "hada_w2" in name) and not p.any():
                         p.normal_(std=0.02)
         return
     from peft import LoraConfig, inject_adapter_in_model
@@ -225,6 +228,8 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
         lora_dropout=workload.lora_dropout,
         target_modules=list(workload.lora_targets),
         init_lora_weights=not random_b,
+        use_dora=workload.dora,
+        use_rslora=workload.rslora,
     )
     on_meta = next(model.parameters()).device.type == "meta"
     with quiet():

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from probes import build, quantized, stand_ins, thinning
+from probes import build, loha, quantized, stand_ins, thinning
 from probes.discover import discover
 from probes.expressions import evaluate
 from probes.profile import Profile
@@ -29,7 +29,7 @@ from probes.store import versions
 from probes.structure import Block, Chain, Structure
 from probes.target import Target
 from probes.targets import CudaFunctions, cpu_scratch, cuda_scratch
-from probes.workload import Workload, WorkloadError
+from probes.workload import ADAPTER_NAMES, LYCORIS, Workload, WorkloadError
 
 
 class TraceError(RuntimeError):
@@ -89,10 +89,12 @@ def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile
         notes.append(
             f"{facts.precision}: {facts.note}; its kernels are not traced but described, so time and peak are less sure"
         )
-    if workload.adapter == "lokr" and (targets := build.lokr_targets(base, workload)) != workload.lora_targets:
+    if workload.adapter in LYCORIS and (targets := build.lokr_targets(base, workload)) != workload.lora_targets:
         notes.append(
-            f"LoKr goes into {', '.join(targets)}: the model has no {' or '.join(workload.lora_targets)} class"
+            f"{ADAPTER_NAMES[workload.adapter]} goes into {', '.join(targets)}: the model has no {' or '.join(workload.lora_targets)} class"
         )
+    if workload.adapter == "loha":
+        notes.append(loha.NOTE)
     uneven = False
     for chosen, way in attempts:
         if uneven and chosen:

@@ -22,7 +22,10 @@ class NotYetError(WorkloadError):
     """A value that is valid but that this version cannot estimate."""
 
 
-ADAPTERS = ("lora", "lokr", "full")
+ADAPTERS = ("lora", "lokr", "loha", "full")
+ADAPTER_NAMES = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa", "full": "full fine-tune"}
+LYCORIS = ("lokr", "loha")
+"""Of these, the ones that go into module classes, as LyCORIS puts them."""
 PRECISIONS = (
     "bf16",
     "fp16",
@@ -52,6 +55,8 @@ PRECISIONS = (
     "gguf-q8_0",
     "gguf",
 )
+FLOAT_PRECISIONS = ("bf16", "fp16", "fp32", "bf16-upcast")
+"""Those that keep weights as they are."""
 NOT_YET = {
     "int4-torchao": "what its kernel keeps is not known",
     "gguf": "name the format: gguf-q8_0, gguf-q4_k, ...",
@@ -63,7 +68,7 @@ COMPILE = ("none", "regional")
 EXECUTORS = ("bundled", "simpletuner", "diffusers")
 OPTIMIZERS = tuple(optimizer_facts.table())
 LOKR_TARGETS = ("Attention", "FeedForward")
-"""Module classes that a LoKr adapter goes into by default (the trainer's example presets)."""
+"""Module classes that a LoKr or LoHa adapter goes into by default (the trainer's example presets)."""
 FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
 """What --fuse-qkv makes of which projections of a self-attention."""
 REPLACED = {part: fused for fused, parts in FUSED.items() for part in parts}
@@ -118,6 +123,10 @@ class Workload:
     """Every step puts a second sample beside each one (the unconditional one): twice `batch` through the model."""
     text_padding: str = "auto"
     """``auto`` (as the family's trainer does), ``max_length`` or ``longest``."""
+    dora: bool = False
+    """LoRA with a trained length for each row of a weight (PEFT's ``use_dora``)."""
+    rslora: bool = False
+    """LoRA scaled by alpha / sqrt(rank) (PEFT's ``use_rslora``)."""
     config_json: str = ""
     """Constructor arguments as JSON text, where they come from given weights instead of the catalogue."""
     sheet_json: str = ""
@@ -151,6 +160,7 @@ class Workload:
             self,
             optimizer="",
             alpha=0.0,
+            rslora=False,
             caption_tokens=0,
             text_padding="auto",
             buckets=(),
@@ -425,6 +435,8 @@ REQUEST_KEYS = (
     "alpha",
     "lora_targets",
     "lora_dropout",
+    "dora",
+    "rslora",
     "lokr_factor",
     "lokr_full_matrix",
     "precision",
@@ -544,6 +556,8 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         buckets=tuple(_bucket_name(*size, family) for size in buckets),
         cfg_batch=cfg_batch,
         text_padding=text_padding,
+        dora=_yes_no("dora", get("dora", False)),
+        rslora=_yes_no("rslora", get("rslora", False)),
     )
     _check_supported(workload)
     return workload
@@ -562,6 +576,15 @@ def _check_supported(w: Workload) -> None:
     if w.adapter == "full" and w.precision not in ("bf16", "fp16", "fp32"):
         raise WorkloadError(
             f"--precision {w.precision} does not go with --adapter full: a quantised weight cannot be trained"
+        )
+    if w.adapter == "lora" and w.dora and w.precision not in FLOAT_PRECISIONS:
+        raise NotYetError(
+            f"--dora with --precision {w.precision} cannot be estimated yet (it dequantises every weight); with "
+            f"{', '.join(FLOAT_PRECISIONS)} it can"
+        )
+    if w.adapter == "lora" and w.dora and w.weights_offload != "none":
+        raise NotYetError(
+            f"--dora with --weights-offload {w.weights_offload} cannot be estimated yet; with none it can"
         )
     if w.weights_offload != "none":
         if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9][0-9]*", w.weights_offload):

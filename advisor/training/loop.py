@@ -191,7 +191,9 @@ def run(
     finally:
         log.close()
     notes += trainer.notes
-    if saved is not None and workload.adapter != "full" and not hasattr(job.model, "load_lora_adapter"):
+    if saved is not None and workload.adapter == "loha":
+        notes.append("diffusers has no loader for LoHa; docs/training.md says how PEFT loads it")
+    elif saved is not None and workload.adapter != "full" and not hasattr(job.model, "load_lora_adapter"):
         notes.append(
             f"{type(job.model).__name__} has no loader for adapters in diffusers; docs/training.md shows how PEFT loads it"
         )

@@ -74,6 +74,18 @@ def test_areas_are_megapixels(tmp_path: Path) -> None:
     assert any("megapixels" in note for note in read.notes)
 
 
+def test_dora_and_its_scale_are_read(tmp_path: Path) -> None:
+    read = importing.read(write(tmp_path, {**CONFIG, "--use_dora": True, "--use_rslora": "true"}))
+    asked = importing.workload(read)
+    assert (asked.dora, asked.rslora) == (True, True)
+
+
+def test_dora_on_a_quantised_base_is_refused_with_its_key(tmp_path: Path) -> None:
+    read = importing.read(write(tmp_path, {**CONFIG, "--use_dora": True, "--base_model_precision": "nf4-bnb"}))
+    with pytest.raises(WorkloadError, match="use_dora with base_model_precision nf4 cannot be estimated yet"):
+        importing.workload(read)
+
+
 def test_what_is_not_understood_is_said(tmp_path: Path) -> None:
     read = importing.read(
         write(tmp_path, {**CONFIG, "--musubi_blocks_to_swap": 4, "--optimizer": "adamw_bf17", "--lora_type": "lycoris"})

@@ -321,6 +321,8 @@ CHANGED: dict[str, Any] = {
     "weights_offload": "ramtorch",
     "lokr_factor": 4,
     "lokr_full_matrix": True,
+    "dora": True,
+    "rslora": True,
 }
 
 
