@@ -39,7 +39,7 @@ class LokrLinear(nn.Module):
         super().__init__()
         self.base_layer = base
         self.scale = 1.0
-        self.register_buffer("scalar", torch.ones((), device=base.weight.device), persistent=False)
+        self.register_buffer("scalar", torch.ones((), device="cpu"), persistent=False)  # not meta: its value counts
         out_small, out_large = factors(base.out_features, factor)
         in_small, in_large = factors(base.in_features, factor)
         device = base.weight.device
