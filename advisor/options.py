@@ -524,6 +524,10 @@ def without_effect(given: Mapping[str, Any], workload: Workload) -> tuple[str, .
 def _padded(w: Workload) -> tuple[str, ...]:
     if w.caption_tokens == w.text_tokens:
         return ()
+    if w.text_tokens == w.caption_tokens + w.family.template_tokens:
+        return (
+            f"the prompt template of {w.model} adds {w.family.template_tokens} tokens to each caption: {w.text_tokens} are planned for",
+        )
     return (
         f"--caption-tokens {w.caption_tokens} has no effect: {w.model} pads every caption to {w.text_tokens} tokens "
         "(--text-padding longest: if your trainer does not)",

@@ -536,7 +536,7 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         frames=frames,
         batch=batch,
         caption_tokens=caption,
-        text_tokens=text_limit if padding == "max_length" else caption,
+        text_tokens=text_limit if padding == "max_length" else min(text_limit, caption + family.template_tokens),
         adapter=adapter,
         rank=rank,
         alpha=_number("alpha", get("alpha", rank), 1e-6, 1e6),
