@@ -13,8 +13,8 @@ from typing import Any
 
 from decision_rules.ladder import Choice, Objective, choose
 from decision_rules.optimum import optimum
-from decision_rules.support import Executor, Verdict, candidates, check, semantics
-from estimators import calibration, devices, optimizers
+from decision_rules.support import Executor, Verdict, candidates, check, semantics, weights_refused
+from estimators import calibration, devices, optimizers, swapping
 from estimators.devices import Device, DeviceKind
 from estimators.estimate import GIB, Estimate, Estimator, usable_reserved
 from estimators.memory import Replay
@@ -22,7 +22,7 @@ from estimators.schedule import Schedule
 from probes import outside, store
 from probes.profile import Profile
 from probes.structure import Structure
-from probes.workload import REQUEST_KEYS, Workload, WorkloadError, from_request
+from probes.workload import MOST_BLOCKS, REQUEST_KEYS, Workload, WorkloadError, check_supported, from_request
 
 PLAN_FORMAT = 1
 RIVALS = 4
@@ -81,7 +81,7 @@ class Plan:
         """The trainer's JSON keys for the recommended schedule; None: it is a per-block schedule, which they cannot express."""
         from advisor.exporters import simpletuner
 
-        return simpletuner(self.schedule) if self.schedule.actions is None else None
+        return simpletuner(self.schedule, self.workload.weights_offload) if self.schedule.actions is None else None
 
     def to_json(self) -> dict[str, Any]:
         """The answer in the product's JSON contract."""
@@ -255,7 +255,10 @@ class Session:
     ) -> Estimate:
         """One supported schedule of one workload."""
         _, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
-        verdict = check(executor, workload.model, estimator.profile.structure, schedule, workload.variant)
+        swapped = workload.swapped_blocks > 0
+        verdict = check(
+            executor, workload.model, estimator.profile.structure, schedule, workload.variant, swapped=swapped
+        )
         found = estimator.estimate(verdict.effective)
         save()
         return found
@@ -277,7 +280,7 @@ class Session:
         estimator = Estimator(
             profile,
             device,
-            semantics(executor, workload.model, workload.variant),
+            semantics(executor, workload.model, workload.variant, swapped=workload.swapped_blocks > 0),
             headroom=headroom,
             host_ram=host_ram,
             reserved_cache=reserved,
@@ -302,16 +305,19 @@ class Session:
         schedules: Sequence[Schedule] | None,
     ) -> Plan:
         """`plan` for the workload's own size."""
+        if (refused := weights_refused(executor, workload.weights_offload)) is not None:
+            raise WorkloadError(refused)
+        swapped = workload.swapped_blocks > 0
         warnings, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
         profile, family = estimator.profile, workload.model
         wanted = (
             list(schedules)
             if schedules is not None
-            else candidates(executor, family, profile.structure, workload.variant)
+            else candidates(executor, family, profile.structure, workload.variant, swapped=swapped)
         )
         estimates: list[Estimate] = []
         for schedule in wanted:
-            verdict: Verdict = check(executor, family, profile.structure, schedule, workload.variant)
+            verdict: Verdict = check(executor, family, profile.structure, schedule, workload.variant, swapped=swapped)
             if not verdict.supported:
                 estimates.append(Estimate(schedule, False, verdict.reason))
                 continue
@@ -327,6 +333,8 @@ class Session:
                 found_reasons = (f"{executor} has no per-block schedules: the fastest of those that it has",)
         save()
         choice = choose(estimates, objective, estimator.capacity)
+        if choice.chosen is None and (advice := self._swap_advice(workload, device, executor, headroom, host_ram)):
+            choice = dataclasses.replace(choice, reasons=(*choice.reasons, advice))
         notes = [*workload.family.notes, *warnings, *profile.notes]
         notes += optimizers.notes(workload.optimizer, profile.trained_shapes)
         own, trouble = calibration.current()
@@ -338,6 +346,8 @@ class Session:
             )
         if device.note:
             notes.append(device.note)
+        if estimator.swap is not None:
+            notes += swapping.notes(estimator.swap, workload.swapped_blocks)
         return Plan(
             workload=workload,
             device=device,
@@ -349,6 +359,48 @@ class Session:
             choice=dataclasses.replace(choice, reasons=(*choice.reasons, *found_reasons)),
             warnings=tuple(dict.fromkeys(notes)),
             versions=profile.versions,
+        )
+
+    def _swap_advice(
+        self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None
+    ) -> str | None:
+        """Where nothing fits: how many blocks would have to wait on the host. None: they cannot, or wait already."""
+        if workload.weights_offload != "none" or weights_refused(executor, "blocks:1") is not None:
+            return None
+
+        def swapping(count: int) -> Estimator:
+            swapped = dataclasses.replace(workload, weights_offload=f"blocks:{count}")
+            check_supported(swapped)
+            _, estimator, _ = self._estimator(swapped, device, executor, headroom, host_ram)
+            return estimator
+
+        try:
+            most = swapping(MOST_BLOCKS)
+        except WorkloadError:
+            return None
+        if most.swap is None:
+            return None
+        structure, count = most.profile.structure, len(most.swap.blocks)
+        wanted = candidates(executor, workload.model, structure, workload.variant, swapped=True)
+        schedule = min(wanted, key=lambda s: most.measure(s).peak)
+        found = most.estimate(schedule)
+        if not found.fits:
+            return (
+                f"--weights-offload blocks:{count}, all that can be swapped, needs {found.peak / GIB:.1f} GiB "
+                f"({schedule.name}), which does not fit either"
+            )
+        fails = 0
+        while count - fails > 1:
+            middle = (count + fails) // 2
+            tried = swapping(middle).estimate(schedule)
+            if tried.fits:
+                count, found = middle, tried
+            else:
+                fails = middle
+        seconds = "" if found.step_seconds is None else f", {found.step_seconds:.3g} s a step"
+        return (
+            f"--weights-offload blocks:{count} fits, the smallest number of blocks that does: peak {found.peak / GIB:.1f} GiB with "
+            f"{schedule.name}, {found.host / GIB:.1f} GiB of host memory{seconds}"
         )
 
 

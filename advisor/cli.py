@@ -819,7 +819,8 @@ def import_config(
     session = _session(workload)
     answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free)
     if all(e.schedule != read.schedule for e in answer.schedules):
-        wanted = [read.schedule, *candidates(Executor.SIMPLETUNER, workload.model, answer.structure)]
+        swapped = workload.swapped_blocks > 0
+        wanted = [read.schedule, *candidates(Executor.SIMPLETUNER, workload.model, answer.structure, swapped=swapped)]
         answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free, schedules=wanted)
     own = next(e for e in answer.schedules if e.schedule == read.schedule)
     fits = answer.recommended is not None

@@ -293,7 +293,7 @@ WeightsOffload = Annotated[
         "--weights-offload",
         panel=EXECUTION,
         metavar="KIND",
-        text="Keep base weights on the host: none or ramtorch (blocks:N is not estimated yet). Default: none.",
+        text="Keep base weights on the host: none, ramtorch, or blocks:N (block swap of the last N blocks). Default: none.",
     ),
 ]
 ExecutorName = Annotated[

@@ -220,6 +220,11 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True) -> None:
             console.print(json.dumps(plan.export, indent=2), soft_wrap=True)
             if (refusal := _refused_by_trainer(plan)) is not None:
                 console.print(f"SimpleTuner would not run these keys: {refusal}. --executor simpletuner plans for it.")
+            elif plan.executor is Executor.BUNDLED and plan.workload.swapped_blocks:
+                console.print(
+                    "SimpleTuner's block swap keeps blocks on the card in backward and needs more memory than this plan; "
+                    "--executor simpletuner plans for it."
+                )
     console.print()
     _print_table(schedule_table(plan), console)
     shown = best or min((e for e in plan.schedules if e.supported), key=lambda e: e.peak, default=None)
@@ -277,7 +282,8 @@ def _refused_by_trainer(plan: Plan) -> str | None:
     if plan.executor is Executor.SIMPLETUNER or plan.recommended is None:
         return None
     family = plan.workload.family
-    verdict = check(Executor.SIMPLETUNER, plan.workload.model, plan.structure, plan.recommended.schedule)
+    schedule, swapped = plan.recommended.schedule, plan.workload.swapped_blocks > 0
+    verdict = check(Executor.SIMPLETUNER, plan.workload.model, plan.structure, schedule, swapped=swapped)
     if not verdict.supported:
         return verdict.reason
     if verdict.effective != plan.recommended.schedule:
@@ -319,7 +325,8 @@ def unsupported(plan: Plan) -> list[tuple[str, str]]:
     for schedule in (*(Schedule(b) for b in Backend), Schedule(offload_attention=True)):
         if (schedule.backend, schedule.offload_attention) in there:
             continue
-        verdict = check(plan.executor, plan.workload.model, plan.structure, schedule, plan.workload.variant)
+        w = plan.workload
+        verdict = check(plan.executor, w.model, plan.structure, schedule, w.variant, swapped=w.swapped_blocks > 0)
         reason = verdict.reason or "; ".join(verdict.notes)
         if reason:
             found.append((schedule.name, reason))

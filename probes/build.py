@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -392,12 +392,18 @@ def real_job(
 
 
 def device_job(
-    workload: Workload, device: str, *, seed: int = 0, state: Mapping[str, torch.Tensor] | None = None
+    workload: Workload,
+    device: str,
+    *,
+    seed: int = 0,
+    state: Mapping[str, torch.Tensor] | None = None,
+    host_blocks: Collection[str] = (),
 ) -> Job:
     """A job built directly on a device in its training dtypes, without a float32 copy on the host.
 
     Args:
         state: weights of the base; None: small random values, which cost the same memory and time.
+        host_blocks: names of blocks whose frozen weights are left in host memory (`advisor.runtime.apply` with ``swap_blocks``).
     """
     from accelerate import init_empty_weights
 
@@ -413,7 +419,8 @@ def device_job(
                         continue
                     name = f"{prefix}.{key}" if prefix else key
                     dtype = parameter_dtype(model, name, t, workload, torch.float32)
-                    data = torch.empty(t.shape, dtype=dtype, device=device)
+                    place = "cpu" if _waits(name, t, host_blocks) else device
+                    data = torch.empty(t.shape, dtype=dtype, device=place)
                     given = _given(name.replace(".base_layer", ""), state) if state is not None else None
                     if given is not None:
                         data.copy_(given)
@@ -438,8 +445,19 @@ def _given(name: str, state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return fused.given_weight(name, state) if found is None else found
 
 
-def given_job(workload: Workload, model: nn.Module, device: str, *, seed: int = 0) -> Job:
+def _waits(name: str, t: torch.Tensor, host_blocks: Collection[str]) -> bool:
+    """Whether a tensor is a frozen weight of one of some blocks."""
+    frozen = isinstance(t, nn.Parameter) and not t.requires_grad
+    return frozen and any(name.startswith(block + ".") for block in host_blocks)
+
+
+def given_job(
+    workload: Workload, model: nn.Module, device: str, *, seed: int = 0, host_blocks: Collection[str] = ()
+) -> Job:
     """A job on a model that is there already, with its weights: adapter added, in its training dtypes, on the device.
+
+    Args:
+        host_blocks: as in `device_job`.
 
     Raises:
         WorkloadError: the adapter's targets are not in the model.
@@ -449,8 +467,9 @@ def given_job(workload: Workload, model: nn.Module, device: str, *, seed: int = 
         fused.fuse(model)
     inject_adapter(model, workload)
     for name, p in list(model.named_parameters()) + list(model.named_buffers()):
-        p.data = p.data.to(parameter_dtype(model, name, p, workload, torch.float32))
-    model.train().to(device)
+        dtype = parameter_dtype(model, name, p, workload, torch.float32)
+        p.data = p.data.to("cpu" if _waits(name, p, host_blocks) else device, dtype)
+    model.train()
     inputs, target = make_inputs(workload, model, seed=seed)
     autocast = autocast_dtype(workload)
     moved = {k: _move(v, device) for k, v in inputs.items()}

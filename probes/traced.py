@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from probes import build, loha, quantized, stand_ins, thinning
 from probes.discover import discover
 from probes.expressions import evaluate
-from probes.profile import Profile
+from probes.profile import BUFFER, FROZEN, TRAINED, Profile, Weight
 from probes.recorder import Recorder
 from probes.step import forward_loss
 from probes.store import versions
@@ -162,6 +162,8 @@ def _trace(
         keep_values=known_values,
     )
     names = {thinning.original_name(n, kept): n for n, _ in model.named_modules()}
+    block_weights: dict[str, tuple[Weight, ...]] = {}
+    owned = _owned(model, [names[b.name] for b in structure.blocks if b.name in names])
     links = _Links()
     for chain in structure.chains:
         for block in chain.blocks:
@@ -169,6 +171,10 @@ def _trace(
                 continue
             module = model.get_submodule(names[block.name])
             links.watch(block.name, module)
+            block_weights[block.name] = tuple(
+                (t.untyped_storage().nbytes(), _kind(t)) for t in owned[names[block.name]]
+            )
+            recorder.watch_weights(owned[names[block.name]])
             start = block.trainer_ffn_start
             recorder.watch_module(block.name, module, reads_from=start)
             inner = {*block.attention, *(m for run in block.feed_forward for m in run)}
@@ -205,6 +211,8 @@ def _trace(
         tape = thinning.expand(tape, run)
         for copy, source in thinning.repeat_names(list(sizes), run):
             sizes[copy] = sizes[source]
+        for copy, source in thinning.repeat_names(list(block_weights), run):
+            block_weights[copy] = block_weights[source]
     counted = Counter((tuple(p.shape), p.element_size()) for p in sizes.values())
     return Profile(
         workload=workload,
@@ -217,8 +225,34 @@ def _trace(
         trained_shapes=tuple((shape, size, count) for (shape, size), count in sorted(counted.items())),
         input_bytes=input_bytes,
         parameters=0,
+        block_weights=block_weights,
         notes=_assumptions(workload, known),
     )
+
+
+def _owned(model: nn.Module, blocks: list[str]) -> dict[str, list[torch.Tensor]]:
+    """By block, the parameters and buffers that no other module of the model has."""
+    places: dict[int, set[str]] = {}
+    inside: dict[str, dict[int, torch.Tensor]] = {name: {} for name in blocks}
+    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, t in tensors:
+            block = next((b for b in _parents(name) if b in inside), "")
+            places.setdefault(id(t), set()).add(block)
+            if block:
+                inside[block][id(t)] = t
+    return {b: [t for key, t in found.items() if len(places[key]) == 1] for b, found in inside.items()}
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _kind(t: torch.Tensor) -> int:
+    if not isinstance(t, nn.Parameter):
+        return BUFFER
+    return TRAINED if t.requires_grad else FROZEN
 
 
 def one_in(workload: Workload, model: nn.Module) -> int | None:

@@ -77,6 +77,8 @@ MAX_FRAMES = 4096
 MAX_BATCH = 4096
 MAX_RANK = 65536
 MAX_BUCKETS = 512
+MOST_BLOCKS = 999_999
+"""Of ``blocks:N``; more than any model has."""
 TEXT_PADDING = ("auto", "max_length", "longest")
 
 
@@ -154,6 +156,12 @@ class Workload:
         """The size as `buckets` writes it."""
         return _bucket_name(self.height, self.width, self.frames, self.family)
 
+    @property
+    def swapped_blocks(self) -> int:
+        """Blocks whose weights wait on the host; 0: none."""
+        kind, _, count = self.weights_offload.partition(":")
+        return int(count) if kind == "blocks" else 0
+
     def traced(self) -> Workload:
         """The workload with everything at its default that does not change a trace."""
         return dataclasses.replace(
@@ -166,6 +174,7 @@ class Workload:
             buckets=(),
             batch=self.samples,
             cfg_batch=False,
+            weights_offload="none" if self.swapped_blocks else self.weights_offload,
         )
 
     def largest_buckets(self, most: int) -> list[Workload]:
@@ -559,7 +568,7 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         dora=_yes_no("dora", get("dora", False)),
         rslora=_yes_no("rslora", get("rslora", False)),
     )
-    _check_supported(workload)
+    check_supported(workload)
     return workload
 
 
@@ -568,7 +577,12 @@ def fused_targets(targets: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(REPLACED.get(t, t) for t in targets))
 
 
-def _check_supported(w: Workload) -> None:
+def check_supported(w: Workload) -> None:
+    """That a workload's options go together.
+
+    Raises:
+        WorkloadError: they do not; NotYetError where they do but cannot be estimated yet.
+    """
     if w.precision not in ESTIMATED_PRECISIONS:
         raise NotYetError(
             f"--precision {w.precision} cannot be estimated yet ({NOT_YET[w.precision]}); {', '.join(ESTIMATED_PRECISIONS)} can"
@@ -587,14 +601,17 @@ def _check_supported(w: Workload) -> None:
             f"--dora with --weights-offload {w.weights_offload} cannot be estimated yet; with none it can"
         )
     if w.weights_offload != "none":
-        if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9][0-9]*", w.weights_offload):
+        if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9][0-9]{0,5}", w.weights_offload):
             raise WorkloadError(
                 f"--weights-offload {w.weights_offload!r} is not valid; valid: none, ramtorch, blocks:N"
             )
-        if w.weights_offload != "ramtorch":
-            raise NotYetError(f"--weights-offload {w.weights_offload} cannot be estimated yet; none and ramtorch can")
         if w.adapter == "full":
-            raise NotYetError("--weights-offload ramtorch with --adapter full cannot be estimated yet")
+            raise NotYetError(f"--weights-offload {w.weights_offload} with --adapter full cannot be estimated yet")
+        if w.swapped_blocks and w.precision not in ("bf16", "bf16-upcast", "fp16", "fp32"):
+            raise NotYetError(
+                f"--weights-offload {w.weights_offload} with --precision {w.precision} cannot be estimated yet: what a quantised "
+                "linear keeps of a weight that moves is not known; --precision bf16 or --weights-offload ramtorch can"
+            )
     if w.compile != "none":
         raise NotYetError(f"--compile {w.compile} cannot be estimated yet; none can")
 

@@ -131,7 +131,7 @@ def test_what_is_valid_but_not_estimated_yet_says_so(advise: Advise, monkeypatch
     def not_yet(_: Any) -> None:
         raise NotYetError("--compile regional cannot be estimated yet; none can")
 
-    monkeypatch.setattr("probes.workload._check_supported", not_yet)
+    monkeypatch.setattr("probes.workload.check_supported", not_yet)
     done = advise(*FLUX, "--compile", "regional")
     assert done.status == 2
     assert done.error == "--compile regional cannot be estimated yet; none can"
