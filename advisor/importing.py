@@ -14,7 +14,7 @@ from typing import Any
 from estimators.schedule import CONTROLS, Schedule, ScheduleError
 from probes import catalogue, optimizer_facts
 from probes.catalogue import UnknownModelError
-from probes.workload import PRECISIONS, Workload, WorkloadError, from_request
+from probes.workload import GROUP_OFFLOAD, PRECISIONS, Workload, WorkloadError, from_request
 
 LARGEST = 4 * 2**20
 DEFAULT_BATCH = 4
@@ -27,7 +27,7 @@ SIZES = ("pixel", "area", "pixel_area")
 _PRECISION = {"no_change": "bf16", "nf4-bnb": "nf4"}
 """The trainer's names that differ from the command's."""
 _MEMORY = (
-    "enable_group_offload", "dynamo_backend", "ramtorch_transformer_percent", "feed_forward_chunk_size",
+    "dynamo_backend", "ramtorch_transformer_percent", "feed_forward_chunk_size",
     "enable_chunked_feed_forward", "use_ema", "controlnet", "fsdp_enable", "deepspeed_config", "ramtorch_target_modules",
     "fsdp_activation_checkpointing", "tread_config", "layersync_enabled", "crepa_enabled", "distillation_method",
 )  # fmt: skip
@@ -172,6 +172,8 @@ def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any])
             f"gradient_accumulation_steps {_shown(steps)}: does not raise the peak; a step here is one forward and backward"
         )
     notes += [f"{k} is on and is not taken into account" for k in _MEMORY if not _is_off(values.get(k))]
+    if not _is_off(values.get("enable_group_offload")):
+        notes.append(f"enable_group_offload is on and is not planned for: {GROUP_OFFLOAD}")
     controls = {k: _number(values[k]) for k in CONTROLS if values.get(k) not in (None, "", "None")}
     controls.setdefault("gradient_checkpointing", True)  # the trainer's default
     return Imported(path, content, request, Schedule.from_controls(controls), tuple(notes))

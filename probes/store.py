@@ -28,7 +28,7 @@ from probes.structure import Block, Chain, Structure
 from probes.tape import NEVER, REDUCTION, Call, Tape
 from probes.workload import Workload
 
-FORMAT = 8
+FORMAT = 9
 """Raise when the meaning of a stored profile changes."""
 
 _ARRAYS = [

@@ -79,6 +79,11 @@ MAX_RANK = 65536
 MAX_BUCKETS = 512
 MOST_BLOCKS = 999_999
 """Of ``blocks:N``; more than any model has."""
+GROUP_OFFLOAD = (
+    "diffusers' group offload moves weights out in forward only: what recomputation brings in stays, so the peak of a step is that of "
+    "the whole model; and with a stream it sets trained weights back to their first values at every use"
+)
+"""Why it is not planned for. Seen by running the hooks of diffusers 0.42.1 (`tests/runtime/test_runtime_company.py`)."""
 TEXT_PADDING = ("auto", "max_length", "longest")
 
 
@@ -600,6 +605,8 @@ def check_supported(w: Workload) -> None:
         raise NotYetError(
             f"--dora with --weights-offload {w.weights_offload} cannot be estimated yet; with none it can"
         )
+    if w.weights_offload.partition(":")[0] == "group":
+        raise WorkloadError(f"--weights-offload {w.weights_offload}: {GROUP_OFFLOAD}; ramtorch or blocks:N work")
     if w.weights_offload != "none":
         if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9][0-9]{0,5}", w.weights_offload):
             raise WorkloadError(

@@ -51,6 +51,7 @@ BAD = [
     ((*FLUX, "--attention", "fast"), ("--attention", "'fast'", "auto, flash")),
     ((*FLUX, "--compile", "full"), ("--compile", "'full'", "regional")),
     ((*FLUX, "--weights-offload", "disk"), ("--weights-offload", "'disk'", "ramtorch")),
+    ((*FLUX, "--weights-offload", "group:1"), ("--weights-offload group:1", "in forward only", "blocks:N work")),
     ((*FLUX, "--executor", "kohya"), ("--executor", "'kohya'", "bundled, simpletuner, diffusers")),
     ((*FLUX, "--objective", "best"), ("--objective", "'best'", "ladder, fastest, smallest")),
     ((*FLUX, "--gpu", "rtx 4091"), ("--gpu", "'rtx 4091'", "RTX 4090", "advise gpus")),
