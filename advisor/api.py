@@ -25,6 +25,8 @@ from probes.structure import Structure
 from probes.workload import MOST_BLOCKS, REQUEST_KEYS, Workload, WorkloadError, check_supported, from_request
 
 PLAN_FORMAT = 1
+SWAP_ADVICE = "--weights-offload blocks:"
+"""How the reason begins that says how many blocks would have to be swapped."""
 RIVALS = 4
 """How many of the largest buckets are evaluated."""
 
@@ -386,7 +388,7 @@ class Session:
         found = most.estimate(schedule)
         if not found.fits:
             return (
-                f"--weights-offload blocks:{count}, all that can be swapped, needs {found.peak / GIB:.1f} GiB "
+                f"{SWAP_ADVICE}{count}, all that can be swapped, needs {found.peak / GIB:.1f} GiB "
                 f"({schedule.name}), which does not fit either"
             )
         fails = 0
@@ -399,7 +401,7 @@ class Session:
                 fails = middle
         seconds = "" if found.step_seconds is None else f", {found.step_seconds:.3g} s a step"
         return (
-            f"--weights-offload blocks:{count} fits, the smallest number of blocks that does: peak {found.peak / GIB:.1f} GiB with "
+            f"{SWAP_ADVICE}{count} fits, the smallest number of blocks that does: peak {found.peak / GIB:.1f} GiB with "
             f"{schedule.name}, {found.host / GIB:.1f} GiB of host memory{seconds}"
         )
 

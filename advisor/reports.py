@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from advisor.api import Plan
+from advisor.api import SWAP_ADVICE, Plan
 from decision_rules.support import Executor, Ffn, TrainerSupport, check, trainer_support
 from estimators.devices import Device
 from estimators.estimate import GIB, Estimate
@@ -381,16 +381,20 @@ def draw_tiers(tiers: Sequence[tuple[int, Plan]], full: Plan, console: Console) 
 def _refusals(tiers: Sequence[tuple[int, Plan]]) -> list[str]:
     """Why tiers hold nothing and what would change that; once for all tiers with the same way out, for the largest of them."""
     groups: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    swaps: list[str] = []
     for gb, plan in tiers:
         if plan.recommended is None:
             first, *rest = plan.choice.reasons
+            for swap in [r for r in rest if r.startswith(SWAP_ADVICE)]:
+                rest.remove(swap)
+                swaps.append(f"{gb} GB: {swap}")
             groups.setdefault(tuple(rest), []).append((gb, first.removeprefix("nothing fits: ")))
     lines = []
     for ways_out, members in groups.items():
         sizes = ", ".join(str(gb) for gb, _ in members)
         gb, first = members[-1]
         lines.append("; ".join([f"{sizes} GB: nothing fits; with {gb} GB {first}", *ways_out]))
-    return lines
+    return lines + swaps
 
 
 def draw_written(files: Mapping[str, Path], console: Console) -> None:
