@@ -58,7 +58,7 @@ PRECISIONS = (
 FLOAT_PRECISIONS = ("bf16", "fp16", "fp32", "bf16-upcast")
 """Those that keep weights as they are."""
 NOT_YET = {
-    "int4-torchao": "what its kernel keeps is not known",
+    "int4-torchao": "PyTorch's int4 product has no derivative, so nothing trains through it; int4-quanto and nf4 are 4-bit too",
     "gguf": "name the format: gguf-q8_0, gguf-q4_k, ...",
 }
 """Precisions that are known but cannot be estimated, and why."""
