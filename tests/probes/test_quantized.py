@@ -99,5 +99,5 @@ def test_pytorchs_int4_product_still_has_no_derivative() -> None:
         out.sum().backward()
     declared = resources.files("torchgen").joinpath("packaged", "autograd", "derivatives.yaml").read_text()
     assert "_weight_int4pack_mm" not in declared
-    with pytest.raises(NotYetError, match="int4-torchao cannot be estimated yet .* has no derivative"):
+    with pytest.raises(NotYetError, match=r"int4-torchao cannot be estimated yet .* has no derivative"):
         from_request({"model": "flux", "precision": "int4-torchao"})
