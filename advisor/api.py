@@ -189,7 +189,7 @@ class Session:
         self._profiles: dict[tuple[Any, ...], tuple[Profile, tuple[str, ...]]] = {}
         self._replays: dict[tuple[Any, ...], Replay] = {}
 
-    def _profile(self, workload: Workload, device: Device) -> tuple[tuple[Any, ...], Profile, tuple[str, ...]]:
+    def profile(self, workload: Workload, device: Device) -> tuple[tuple[Any, ...], Profile, tuple[str, ...]]:
         key = (workload.traced(), device.kind is DeviceKind.CPU, (device.capability or (8, 0)) >= (8, 0))
         if key not in self._profiles:
             if len(self._profiles) >= 64:
@@ -269,7 +269,7 @@ class Session:
         self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None
     ) -> tuple[tuple[str, ...], Estimator, Callable[[], None]]:
         """(warnings about the profile, an estimator, what stores its allocator simulations)."""
-        key, profile, warnings = self._profile(workload, device)
+        key, profile, warnings = self.profile(workload, device)
         cache_name = f"{store.key(workload, profile.target, profile.source)}.reserved.json"
         trouble: list[str] = []
         stored = store.read_small(cache_name, trouble.append)

@@ -322,8 +322,9 @@ def _answer(params: Mapping[str, Any]) -> int:
         options.check_headroom(headroom, device)
     session = _session(workload)
 
-    def plan_for(card: Device) -> Plan:
-        return session.plan(workload, card, executor, objective, headroom=headroom, host_ram=host_ram)
+    def plan_for(card: Device, job: Workload = workload) -> Plan:
+        asked = session if job is workload else _session(job)
+        return asked.plan(job, card, executor, objective, headroom=headroom, host_ram=host_ram)
 
     ignored = options.without_effect(request, workload)
     if device is None:
@@ -334,15 +335,22 @@ def _answer(params: Mapping[str, Any]) -> int:
             _say(f"advise: nothing fits, so --{option} was not written")
         files = {}
     _write(answer, files)
+    near = None
+    if answer.recommended is None:
+        from advisor.nearest import nearest
+
+        near = nearest(request, answer, headroom, lambda job: plan_for(device, job))
     if params["as_json"]:
         content = answer.to_json()
         content["warnings"] += ignored
+        if near is not None:
+            content["nearest"] = near.to_json()
         _print_json(content)
     else:
         from advisor import reports
 
         def draw(console: Any) -> None:
-            reports.draw_plan(answer, console)
+            reports.draw_plan(answer, console, near=near)
             reports.draw_lines([f"warning: {text}" for text in ignored], console)
             if files:
                 reports.draw_written(files, console)

@@ -183,7 +183,7 @@ def estimates() -> tuple[list[Answered], dict[str, int]]:
             continue
         device = find_gpu(row.gpu)
         try:
-            _, profile, _ = session._profile(workload, device)
+            _, profile, _ = session.profile(workload, device)
         except (TraceError, WorkloadError) as error:
             refused[_short(error)] += 1
             continue

@@ -29,6 +29,7 @@ from probes.workload import ADAPTER_NAMES, Workload
 if TYPE_CHECKING:
     from advisor.importing import Imported
     from advisor.largest import Largest
+    from advisor.nearest import Nearest
 
 LEAST_WIDTH = 80
 PIPED_WIDTH = 100
@@ -101,6 +102,19 @@ def fit_word(estimate: Estimate) -> str:
 
 
 _STYLES = {"yes": "green", "tight": "yellow", "no": "red", "unsupported": "dim"}
+
+
+LAUNCH_BOUND = "^"
+"""Marks step times that kernel launches limit."""
+
+
+def _seconds_cell(e: Estimate) -> str:
+    return seconds(e.step_seconds) + (LAUNCH_BOUND if e.launch_bound else "")
+
+
+def _launch_bound_note(estimates: Iterable[Estimate | None]) -> str:
+    marked = any(e is not None and e.supported and e.launch_bound for e in estimates)
+    return f" {LAUNCH_BOUND}: limited by kernel launches, not by the card." if marked else ""
 
 
 def _interval(schedule: Schedule) -> str:
@@ -179,6 +193,17 @@ def _device_line(plan: Plan) -> str:
     )
 
 
+def _draw_device(plan: Plan, console: Console) -> None:
+    """The device, and directly below what its name was taken for."""
+    console.print(_device_line(plan))
+    if _is_taken_for(plan.device):
+        console.print(f"note: {plan.device.note}")
+
+
+def _is_taken_for(device: Device) -> bool:
+    return " is taken as " in device.note
+
+
 def _time_text(e: Estimate) -> str:
     if e.step_seconds is None:
         return "step time unknown"
@@ -186,21 +211,22 @@ def _time_text(e: Estimate) -> str:
     return text + (", limited by kernel launches" if e.launch_bound else "")
 
 
-def draw_plan(plan: Plan, console: Console, *, head: bool = True) -> None:
+def draw_plan(plan: Plan, console: Console, *, head: bool = True, near: Nearest | None = None) -> None:
     """The whole answer for one device.
 
     Args:
         head: begin with the workload.
+        near: where nothing fits, what was tried instead.
     """
     if head:
         for line in workload_lines(plan.workload):
             console.print(line)
-    console.print(_device_line(plan))
+    _draw_device(plan, console)
     console.print()
     best = plan.recommended
     if best is None:
         console.print(_heading(f"Nothing fits on the {plan.device.name}."))
-        console.print(_bullets(plan.choice.reasons))
+        console.print(_bullets([*plan.choice.reasons, *nearest_lines(near)]))
     else:
         word = ", a tight fit" if fit_word(best) == "tight" else ""
         word += ", a rough guess" if any(n.startswith("a rough guess") for n in best.notes) else ""
@@ -234,6 +260,22 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True) -> None:
     _draw_notes(plan, console)
 
 
+def nearest_lines(near: Nearest | None) -> list[str]:
+    """The nearest change of a job under which something fits, and what else was tried."""
+    if near is None or not near.tried:
+        return []
+    failed = [change.text for change in near.tried if change is not near.change]
+    also = f" ({', '.join(failed)}: {'does' if len(failed) == 1 else 'do'} not fit)" if failed else ""
+    if near.change is None:
+        return [f"tried, and nothing fits either: {', '.join(failed)}"]
+    best = near.change.plan.recommended
+    assert best is not None
+    word = ", a tight fit" if fit_word(best) == "tight" else ""
+    return [
+        f"fits with {near.change.text}: {best.schedule.name}, peak {gib(best.peak)} GiB{word}, {_time_text(best)}{also}"
+    ]
+
+
 def schedule_table(plan: Plan) -> Table:
     """All schedules of a plan, in the order of the ladder; an asterisk marks the recommended one."""
     table = _table(
@@ -259,7 +301,7 @@ def schedule_table(plan: Plan) -> Table:
                 gib(e.reserved),
                 gib(e.device),
                 gib(e.host),
-                seconds(e.step_seconds),
+                _seconds_cell(e),
                 seconds_band(e),
             ]
         else:
@@ -298,7 +340,7 @@ def _draw_notes(plan: Plan, console: Console) -> None:
         "peak: allocated (torch.cuda.max_memory_allocated); device: what nvidia-smi shows, reserved + context. "
         f"Fits: device against {usable} GiB usable less the headroom asked for; tight: the upper end of the band does not fit. "
         "int/stride: gradient_checkpointing_interval and _segment_stride; "
-        "+A: attention saves offloaded; *: recommended."
+        f"+A: attention saves offloaded; *: recommended.{_launch_bound_note(plan.schedules)}"
     )
     by_note: dict[str, list[str]] = {}
     for e in plan.schedules:
@@ -314,7 +356,7 @@ def _draw_notes(plan: Plan, console: Console) -> None:
         console.print("Notes:")
         console.print(_bullets(lines))
     for text in plan.warnings:
-        if not text.startswith("stands for "):
+        if not text.startswith("stands for ") and not (text == plan.device.note and _is_taken_for(plan.device)):
             console.print(f"note: {text}")
 
 
@@ -367,10 +409,12 @@ def draw_tiers(tiers: Sequence[tuple[int, Plan]], full: Plan, console: Console) 
                 _interval(best.schedule),
                 gib(best.peak),
                 gib(best.device),
-                seconds(best.step_seconds),
+                _seconds_cell(best),
                 Text(word, style=_STYLES[word]),
             )
     _print_table(table, console)
+    if note := _launch_bound_note(plan.recommended for _, plan in tiers):
+        console.print(note.strip())
     if lines := _refusals(tiers):
         console.print(_bullets(lines))
     console.print()
@@ -757,7 +801,7 @@ def draw_largest(found: Largest, console: Console) -> None:
     """A search: every value tried, and the largest that fits."""
     for line in workload_lines((found.best or found.tried[0]).plan.workload):
         console.print(line)
-    console.print(_device_line(found.tried[0].plan))
+    _draw_device(found.tried[0].plan, console)
     console.print()
     table = _table(
         (f"\n{found.vary}", "right"),
@@ -806,7 +850,7 @@ def draw_imported(read: Imported, own: Estimate, answer: Plan, console: Console)
     """A trainer's configuration: its own schedule, the recommended one, and the keys that differ."""
     for line in workload_lines(answer.workload):
         console.print(line)
-    console.print(_device_line(answer))
+    _draw_device(answer, console)
     console.print()
     best = answer.recommended
     table = _table(
@@ -836,7 +880,7 @@ def draw_imported(read: Imported, own: Estimate, answer: Plan, console: Console)
         console.print("Keys to change:" if changed else "Its checkpointing keys are the recommended ones already.")
         for line in changed:
             console.print(f"  {line}")
-    notes = [*read.notes, *answer.warnings]
+    notes = [*read.notes, *(t for t in answer.warnings if t != answer.device.note or not _is_taken_for(answer.device))]
     if notes:
         console.print("Notes:")
         console.print(_bullets(notes))

@@ -153,7 +153,7 @@ def _trace(
     else:
         quantized.replace(model, workload)
         build.inject_adapter(model, workload)
-        _empty(model, fake, workload)
+        placeholders(model, fake, workload)
     model.train()
     counted_devices = {META: ("meta",), VALUES: ("meta", "cpu")}.get(way, ("cpu",))
     recorder = Recorder(
@@ -288,7 +288,7 @@ def meta_autocast() -> Iterator[None]:
             m.autocast = original
 
 
-def _empty(model: nn.Module, fake: FakeTensorMode | None, workload: Workload) -> None:
+def placeholders(model: nn.Module, fake: FakeTensorMode | None, workload: Workload) -> None:
     """Replaces every parameter and buffer by a meta (or fake CPU) tensor of the dtype that it has in training.
 
     So are tables that a module keeps as plain attributes: a run has them on its device, as a meta or CPU trace must have.
