@@ -13,8 +13,8 @@ from typing import Any
 
 from decision_rules.ladder import Choice, Objective, choose
 from decision_rules.optimum import optimum
-from decision_rules.support import Executor, Verdict, as_run, candidates, check, semantics
-from estimators import calibration, devices, optimizers
+from decision_rules.support import Executor, Verdict, as_run, candidates, check, semantics, weights_refused
+from estimators import calibration, devices, optimizers, swapping
 from estimators.devices import Device, DeviceKind
 from estimators.estimate import GIB, Estimate, Estimator, usable_reserved
 from estimators.memory import Replay
@@ -22,9 +22,19 @@ from estimators.schedule import Schedule
 from probes import outside, store
 from probes.profile import Profile
 from probes.structure import Structure
-from probes.workload import REQUEST_KEYS, Workload, WorkloadError, from_request
+from probes.workload import (
+    MOST_BLOCKS,
+    REQUEST_KEYS,
+    Workload,
+    WorkloadError,
+    check_compile,
+    check_supported,
+    from_request,
+)
 
 PLAN_FORMAT = 1
+SWAP_ADVICE = "--weights-offload blocks:"
+"""How the reason begins that says how many blocks would have to be swapped."""
 RIVALS = 4
 """How many of the largest buckets are evaluated."""
 
@@ -81,7 +91,7 @@ class Plan:
         """The trainer's JSON keys for the recommended schedule; None: it is a per-block schedule, which they cannot express."""
         from advisor.exporters import simpletuner
 
-        return simpletuner(self.schedule) if self.schedule.actions is None else None
+        return simpletuner(self.schedule, self.workload.weights_offload) if self.schedule.actions is None else None
 
     def to_json(self) -> dict[str, Any]:
         """The answer in the product's JSON contract."""
@@ -187,10 +197,11 @@ class Session:
         self._profiles: dict[tuple[Any, ...], tuple[Profile, tuple[str, ...]]] = {}
         self._replays: dict[tuple[Any, ...], Replay] = {}
 
-    def _profile(
+    def profile(
         self, workload: Workload, device: Device, executor: Executor
     ) -> tuple[tuple[Any, ...], Profile, tuple[str, ...]]:
         asked, workload = workload, as_run(executor, workload)
+        check_compile(workload)
         key = (workload.traced(), device.kind is DeviceKind.CPU, (device.capability or (8, 0)) >= (8, 0))
         if key not in self._profiles:
             if len(self._profiles) >= 64:
@@ -258,12 +269,14 @@ class Session:
     ) -> Estimate:
         """One supported schedule of one workload."""
         _, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
+        swapped = workload.swapped_blocks > 0
         verdict = check(
             executor,
             workload.model,
             estimator.profile.structure,
             schedule,
             workload.variant,
+            swapped=swapped,
             compiled=workload.compiles,
         )
         found = estimator.estimate(verdict.effective)
@@ -274,7 +287,7 @@ class Session:
         self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None
     ) -> tuple[tuple[str, ...], Estimator, Callable[[], None]]:
         """(warnings about the profile, an estimator, what stores its allocator simulations)."""
-        key, profile, warnings = self._profile(workload, device, executor)
+        key, profile, warnings = self.profile(workload, device, executor)
         cache_name = f"{store.key(as_run(executor, workload), profile.target, profile.source)}.reserved.json"
         trouble: list[str] = []
         stored = store.read_small(cache_name, trouble.append)
@@ -287,7 +300,7 @@ class Session:
         estimator = Estimator(
             profile,
             device,
-            semantics(executor, workload.model, workload.variant),
+            semantics(executor, workload.model, workload.variant, swapped=workload.swapped_blocks > 0),
             headroom=headroom,
             host_ram=host_ram,
             reserved_cache=reserved,
@@ -312,17 +325,28 @@ class Session:
         schedules: Sequence[Schedule] | None,
     ) -> Plan:
         """`plan` for the workload's own size."""
+        if (refused := weights_refused(executor, workload.weights_offload)) is not None:
+            raise WorkloadError(refused)
+        swapped = workload.swapped_blocks > 0
         warnings, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
         profile, family = estimator.profile, workload.model
         wanted = (
             list(schedules)
             if schedules is not None
-            else candidates(executor, family, profile.structure, workload.variant, compiled=workload.compiles)
+            else candidates(
+                executor, family, profile.structure, workload.variant, swapped=swapped, compiled=workload.compiles
+            )
         )
         estimates: list[Estimate] = []
         for schedule in wanted:
             verdict: Verdict = check(
-                executor, family, profile.structure, schedule, workload.variant, compiled=workload.compiles
+                executor,
+                family,
+                profile.structure,
+                schedule,
+                workload.variant,
+                swapped=swapped,
+                compiled=workload.compiles,
             )
             if not verdict.supported:
                 estimates.append(Estimate(schedule, False, verdict.reason))
@@ -339,6 +363,8 @@ class Session:
                 found_reasons = (f"{executor} has no per-block schedules: the fastest of those that it has",)
         save()
         choice = choose(estimates, objective, estimator.capacity)
+        if choice.chosen is None and (advice := self._swap_advice(workload, device, executor, headroom, host_ram)):
+            choice = dataclasses.replace(choice, reasons=(*choice.reasons, advice))
         notes = [*workload.family.notes, *warnings, *profile.notes]
         notes += optimizers.notes(workload.optimizer, profile.trained_shapes)
         own, trouble = calibration.current()
@@ -350,6 +376,8 @@ class Session:
             )
         if device.note:
             notes.append(device.note)
+        if estimator.swap is not None:
+            notes += swapping.notes(estimator.swap, workload.swapped_blocks)
         return Plan(
             workload=workload,
             device=device,
@@ -361,6 +389,48 @@ class Session:
             choice=dataclasses.replace(choice, reasons=(*choice.reasons, *found_reasons)),
             warnings=tuple(dict.fromkeys(notes)),
             versions=profile.versions,
+        )
+
+    def _swap_advice(
+        self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None
+    ) -> str | None:
+        """Where nothing fits: how many blocks would have to wait on the host. None: they cannot, or wait already."""
+        if workload.weights_offload != "none" or weights_refused(executor, "blocks:1") is not None:
+            return None
+
+        def swapping(count: int) -> Estimator:
+            swapped = dataclasses.replace(workload, weights_offload=f"blocks:{count}")
+            check_supported(swapped)
+            _, estimator, _ = self._estimator(swapped, device, executor, headroom, host_ram)
+            return estimator
+
+        try:
+            most = swapping(MOST_BLOCKS)
+        except WorkloadError:
+            return None
+        if most.swap is None:
+            return None
+        structure, count = most.profile.structure, len(most.swap.blocks)
+        wanted = candidates(executor, workload.model, structure, workload.variant, swapped=True)
+        schedule = min(wanted, key=lambda s: most.measure(s).peak)
+        found = most.estimate(schedule)
+        if not found.fits:
+            return (
+                f"{SWAP_ADVICE}{count}, all that can be swapped, needs {found.peak / GIB:.1f} GiB "
+                f"({schedule.name}), which does not fit either"
+            )
+        fails = 0
+        while count - fails > 1:
+            middle = (count + fails) // 2
+            tried = swapping(middle).estimate(schedule)
+            if tried.fits:
+                count, found = middle, tried
+            else:
+                fails = middle
+        seconds = "" if found.step_seconds is None else f", {found.step_seconds:.3g} s a step"
+        return (
+            f"{SWAP_ADVICE}{count} fits, the smallest number of blocks that does: peak {found.peak / GIB:.1f} GiB with "
+            f"{schedule.name}, {found.host / GIB:.1f} GiB of host memory{seconds}"
         )
 
 

@@ -37,7 +37,7 @@ _TEXTS = (
     "objective",
     "text_padding",
 )
-_FLAGS = ("fuse_qkv", "lokr_full_matrix", "cfg_batch")
+_FLAGS = ("fuse_qkv", "lokr_full_matrix", "cfg_batch", "dora", "rslora")
 _NUMBERS = ("vram", "headroom", "host_ram", "lokr_factor")
 
 

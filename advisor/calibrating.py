@@ -75,7 +75,7 @@ def synthetic_cases() -> list[Case]:
     found = []
     for row in synthetic():
         device = find_gpu(row.gpu)
-        _, profile, _ = session._profile(row.workload, device, Executor.BUNDLED)
+        _, profile, _ = session.profile(row.workload, device, Executor.BUNDLED)
         estimator = Estimator(profile, device, Semantics())
         memory = estimator.replay.run(estimator.semantics.resolve(row.schedule, profile), estimator.resident)
         work = estimator.clock.work(memory)
@@ -155,7 +155,7 @@ def receipt_case(path: Path, session: Session) -> Case:
         schedule = _schedule(receipt)
         device = find_gpu(receipt["device"])
         peak, seconds = _measured(receipt)
-        _, profile, _ = session._profile(workload, device, Executor.BUNDLED)
+        _, profile, _ = session.profile(workload, device, Executor.BUNDLED)
         estimator = Estimator(profile, device, semantics(Executor.BUNDLED, workload.model))
         memory = estimator.replay.run(estimator.semantics.resolve(schedule, profile), estimator.resident)
     except (KeyError, TypeError, AttributeError) as error:

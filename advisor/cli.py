@@ -235,6 +235,8 @@ def advise(
     alpha: options.Alpha = None,
     lora_targets: options.LoraTargets = None,
     lora_dropout: options.LoraDropout = None,
+    dora: options.Dora = False,
+    rslora: options.RsLora = False,
     lokr_factor: options.LokrFactor = None,
     lokr_full_matrix: options.LokrFullMatrix = False,
     precision: options.Precision = None,
@@ -320,8 +322,9 @@ def _answer(params: Mapping[str, Any]) -> int:
         options.check_headroom(headroom, device)
     session = _session(workload)
 
-    def plan_for(card: Device) -> Plan:
-        return session.plan(workload, card, executor, objective, headroom=headroom, host_ram=host_ram)
+    def plan_for(card: Device, job: Workload = workload) -> Plan:
+        asked = session if job is workload else _session(job)
+        return asked.plan(job, card, executor, objective, headroom=headroom, host_ram=host_ram)
 
     ignored = options.without_effect(request, workload)
     if device is None:
@@ -332,15 +335,22 @@ def _answer(params: Mapping[str, Any]) -> int:
             _say(f"advise: nothing fits, so --{option} was not written")
         files = {}
     _write(answer, files)
+    near = None
+    if answer.recommended is None:
+        from advisor.nearest import nearest
+
+        near = nearest(request, answer, headroom, lambda job: plan_for(device, job))
     if params["as_json"]:
         content = answer.to_json()
         content["warnings"] += ignored
+        if near is not None:
+            content["nearest"] = near.to_json()
         _print_json(content)
     else:
         from advisor import reports
 
         def draw(console: Any) -> None:
-            reports.draw_plan(answer, console)
+            reports.draw_plan(answer, console, near=near)
             reports.draw_lines([f"warning: {text}" for text in ignored], console)
             if files:
                 reports.draw_written(files, console)
@@ -386,6 +396,12 @@ def _output_files(params: Mapping[str, Any]) -> dict[str, Path]:
     files = {key: options.output_file(key, params[key]) for key in ("export", "plan") if params[key] is not None}
     if len(files) == 2 and files["export"] == files["plan"]:
         raise WorkloadError(f"--export and --plan both name {params['export']}; give two files")
+    if "export" in files and params["adapter"] in (None, "lora"):
+        for key in ("dora", "rslora"):
+            if params[key]:
+                raise WorkloadError(
+                    f"--export: no key of the trainer for --{key} is known; leave --export or --{key} out"
+                )
     for option, path in files.items():
         if option == "export":
             options.check_replaced(
@@ -546,6 +562,8 @@ def probe(
     alpha: options.Alpha = None,
     lora_targets: options.LoraTargets = None,
     lora_dropout: options.LoraDropout = None,
+    dora: options.Dora = False,
+    rslora: options.RsLora = False,
     lokr_factor: options.LokrFactor = None,
     lokr_full_matrix: options.LokrFullMatrix = False,
     precision: options.Precision = None,
@@ -705,6 +723,8 @@ def largest_that_fits(
     alpha: options.Alpha = None,
     lora_targets: options.LoraTargets = None,
     lora_dropout: options.LoraDropout = None,
+    dora: options.Dora = False,
+    rslora: options.RsLora = False,
     lokr_factor: options.LokrFactor = None,
     lokr_full_matrix: options.LokrFullMatrix = False,
     precision: options.Precision = None,
@@ -807,10 +827,9 @@ def import_config(
     session = _session(workload)
     answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free)
     if all(e.schedule != read.schedule for e in answer.schedules):
-        wanted = [
-            read.schedule,
-            *candidates(Executor.SIMPLETUNER, workload.model, answer.structure, compiled=workload.compiles),
-        ]
+        swapped, compiled = workload.swapped_blocks > 0, workload.compiles
+        others = candidates(Executor.SIMPLETUNER, workload.model, answer.structure, swapped=swapped, compiled=compiled)
+        wanted = [read.schedule, *others]
         answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free, schedules=wanted)
     own = next(e for e in answer.schedules if e.schedule == read.schedule)
     fits = answer.recommended is not None

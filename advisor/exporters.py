@@ -7,10 +7,19 @@ from typing import Any
 from estimators.schedule import Schedule
 
 
-def simpletuner(schedule: Schedule) -> dict[str, Any]:
+def simpletuner(schedule: Schedule, weights_offload: str = "none") -> dict[str, Any]:
     """SimpleTuner's JSON keys (`facts/options.csv`); only keys and values that the trainer knows.
+
+    Args:
+        weights_offload: none, ramtorch or blocks:N.
 
     Raises:
         ScheduleError: a per-block schedule, which the trainer cannot express.
     """
-    return schedule.to_controls()
+    kind, _, count = weights_offload.partition(":")
+    keys = schedule.to_controls()
+    if kind == "ramtorch":
+        keys["ramtorch"] = True
+    elif kind == "blocks":
+        keys["musubi_blocks_to_swap"] = int(count)
+    return keys

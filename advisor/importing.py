@@ -14,7 +14,7 @@ from typing import Any
 from estimators.schedule import CONTROLS, Schedule, ScheduleError
 from probes import catalogue, optimizer_facts
 from probes.catalogue import UnknownModelError
-from probes.workload import PRECISIONS, Workload, WorkloadError, from_request
+from probes.workload import GROUP_OFFLOAD, PRECISIONS, Workload, WorkloadError, from_request
 
 LARGEST = 4 * 2**20
 DEFAULT_BATCH = 4
@@ -27,7 +27,7 @@ SIZES = ("pixel", "area", "pixel_area")
 _PRECISION = {"no_change": "bf16", "nf4-bnb": "nf4"}
 """The trainer's names that differ from the command's."""
 _MEMORY = (
-    "musubi_blocks_to_swap", "enable_group_offload", "dynamo_backend", "ramtorch_transformer_percent", "feed_forward_chunk_size",
+    "dynamo_backend", "ramtorch_transformer_percent", "feed_forward_chunk_size",
     "enable_chunked_feed_forward", "use_ema", "controlnet", "fsdp_enable", "deepspeed_config", "ramtorch_target_modules",
     "fsdp_activation_checkpointing", "tread_config", "layersync_enabled", "crepa_enabled", "distillation_method",
 )  # fmt: skip
@@ -46,7 +46,7 @@ class Imported:
     notes: tuple[str, ...]
 
     def patched(self, controls: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration with other checkpointing keys, in its own spelling of keys (with dashes or without)."""
+        """The configuration with other keys for checkpointing, in its own spelling of keys (with dashes or without)."""
         spelled = {_plain(k): k for k in self.config}
         dashed = any(k.startswith("--") for k in self.config)
         out = {k: v for k, v in self.config.items() if _plain(k) not in CONTROLS}
@@ -56,7 +56,7 @@ class Imported:
 
     def changes(self, controls: Mapping[str, Any]) -> list[str]:
         """What the patch changes, one line a key."""
-        if Schedule.from_controls(controls) == self.schedule:
+        if Schedule.from_controls({k: v for k, v in controls.items() if k in CONTROLS}) == self.schedule:
             return []
         have = {_plain(k): v for k, v in self.config.items() if _plain(k) in CONTROLS}
         out = []
@@ -125,7 +125,9 @@ def _no_constant(name: str) -> Any:
 _KEYS = {
     "--model": "model_family", "--variant": "model_flavour", "--batch": "train_batch_size", "--rank": "lora_rank",
     "--alpha": "lora_alpha", "--lora-dropout": "lora_dropout", "--precision": "base_model_precision", "--adapter": "model_type",
-    "--optimizer": "optimizer", "--resolution": "resolution", "--fuse-qkv": "fuse_qkv_projections", "--weights-offload": "ramtorch",
+    "--optimizer": "optimizer", "--resolution": "resolution", "--fuse-qkv": "fuse_qkv_projections",
+    "--weights-offload ramtorch": "ramtorch", "--weights-offload": "musubi_blocks_to_swap",
+    "--dora": "use_dora", "--rslora": "use_rslora",
 }  # fmt: skip
 """The configuration's keys behind the command's options."""
 
@@ -139,7 +141,7 @@ def workload(read: Imported) -> Workload:
     try:
         return from_request(read.request)
     except (WorkloadError, UnknownModelError) as error:
-        text = re.sub(r"--[a-z][a-z-]*", lambda m: _KEYS.get(m[0], m[0]), str(error))
+        text = re.sub(r"--weights-offload ramtorch|--[a-z][a-z-]*", lambda m: _KEYS.get(m[0], m[0]), str(error))
         if isinstance(error, UnknownModelError):
             text = f"model_flavour: {text}"
         raise WorkloadError(f"{read.path}: {text}") from None
@@ -164,13 +166,14 @@ def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any])
     _base(values, request, notes)
     if _flag(values, "fuse_qkv_projections"):
         request["fuse_qkv"] = True
-    if _flag(values, "ramtorch"):
-        request["weights_offload"] = "ramtorch"
+    _weights_offload(values, request, notes)
     if (steps := values.get("gradient_accumulation_steps")) not in (None, "", 1, "1"):
         notes.append(
             f"gradient_accumulation_steps {_shown(steps)}: does not raise the peak; a step here is one forward and backward"
         )
     notes += [f"{k} is on and is not taken into account" for k in _MEMORY if not _is_off(values.get(k))]
+    if not _is_off(values.get("enable_group_offload")):
+        notes.append(f"enable_group_offload is on and is not planned for: {GROUP_OFFLOAD}")
     controls = {k: _number(values[k]) for k in CONTROLS if values.get(k) not in (None, "", "None")}
     controls.setdefault("gradient_checkpointing", True)  # the trainer's default
     return Imported(path, content, request, Schedule.from_controls(controls), tuple(notes))
@@ -263,9 +266,32 @@ def _adapter(values: Mapping[str, Any], request: dict[str, Any], notes: list[str
         request["adapter"] = "lokr"
         notes.append("lora_type lycoris: its own file says which form and factor; taken as LoKr with factor 16")
         return
+    for key, name in (("use_dora", "dora"), ("use_rslora", "rslora")):
+        if _flag(values, key):
+            request[name] = True
     for key, name in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "lora_dropout")):
         if values.get(key) not in (None, ""):
             request[name] = _number(values[key])
+
+
+def _weights_offload(values: Mapping[str, Any], request: dict[str, Any], notes: list[str]) -> None:
+    swapped = _number(values.get("musubi_blocks_to_swap"))
+    if swapped in (None, "", 0):
+        swapped = 0
+    elif isinstance(swapped, bool) or not isinstance(swapped, int):
+        raise WorkloadError(f"musubi_blocks_to_swap must be a number of blocks, not {_shown(swapped)}")
+    if _flag(values, "ramtorch"):
+        if swapped:
+            raise WorkloadError(
+                "ramtorch and musubi_blocks_to_swap exclude each other: the trainer stops; leave one out"
+            )
+        request["weights_offload"] = "ramtorch"
+    elif swapped:
+        request["weights_offload"] = f"blocks:{swapped}"
+        if (device := _text(values, "musubi_block_swap_device", default="cpu")) != "cpu":
+            notes.append(
+                f"musubi_block_swap_device {device} is not taken into account: blocks are planned to wait on the host"
+            )
 
 
 def _base(values: Mapping[str, Any], request: dict[str, Any], notes: list[str]) -> None:

@@ -219,6 +219,24 @@ LoraDropout = Annotated[
     str | None,
     _option("--lora-dropout", panel=TRAINING, metavar="P", text="LoRA dropout probability, 0 to 0.999. Default: 0.1."),
 ]
+Dora = Annotated[
+    bool,
+    _option(
+        "--dora",
+        panel=TRAINING,
+        metavar=None,
+        text="LoRA with a trained length for each row of a weight (DoRA); only with --adapter lora. Default: off.",
+    ),
+]
+RsLora = Annotated[
+    bool,
+    _option(
+        "--rslora",
+        panel=TRAINING,
+        metavar=None,
+        text="LoRA scaled by alpha / sqrt(rank); only with --adapter lora; costs nothing. Default: off.",
+    ),
+]
 LokrFactor = Annotated[
     str | None,
     _option("--lokr-factor", panel=TRAINING, metavar="N", text="LoKr factor; only with --adapter lokr. Default: 16."),
@@ -275,7 +293,7 @@ WeightsOffload = Annotated[
         "--weights-offload",
         panel=EXECUTION,
         metavar="KIND",
-        text="Keep base weights on the host: none or ramtorch (blocks:N is not estimated yet). Default: none.",
+        text="Keep base weights on the host: none, ramtorch, or blocks:N (block swap of the last N blocks). Default: none.",
     ),
 ]
 ExecutorName = Annotated[
@@ -482,19 +500,22 @@ def gib(option: str, value: Any, *, least: float = 0.0) -> int:
 
 def without_effect(given: Mapping[str, Any], workload: Workload) -> tuple[str, ...]:
     """A sentence for each option that was given although it does nothing for this workload."""
+    lora, lokr = ("lora_dropout", "dora", "rslora"), ("lokr_factor", "lokr_full_matrix")
     does_nothing = {
-        "lora": ("lokr_factor", "lokr_full_matrix"),
-        "lokr": ("lora_dropout", *(("rank", "alpha") if workload.lokr_full_matrix else ())),
-        "full": ("rank", "alpha", "lora_targets", "lora_dropout", "lokr_factor", "lokr_full_matrix"),
+        "lora": lokr,
+        "lokr": (*lora, *(("rank", "alpha") if workload.lokr_full_matrix else ())),
+        "loha": (*lora, *lokr),
+        "full": ("rank", "alpha", "lora_targets", *lora, *lokr),
     }
     caption = () if given.get("caption_tokens") is None else _padded(workload)
     if given.get("caption_tokens") is None and given.get("text_padding") == "longest":
         caption = (
             f"--text-padding longest has no effect without --caption-tokens: captions of {workload.text_tokens} tokens are planned for",
         )
-    adapter = workload.adapter + (" --lokr-full-matrix" if workload.lokr_full_matrix else "")
+    full_matrix = workload.lokr_full_matrix and workload.adapter == "lokr"
+    adapter = workload.adapter + (" --lokr-full-matrix" if full_matrix else "")
     return caption + tuple(
-        f"--{key.replace('_', '-')} has no effect with --adapter {workload.adapter if key == 'lora_dropout' else adapter}"
+        f"--{key.replace('_', '-')} has no effect with --adapter {workload.adapter if key in lora else adapter}"
         for key in does_nothing.get(workload.adapter, ())
         if given.get(key) not in (None, False)
     )
@@ -503,6 +524,10 @@ def without_effect(given: Mapping[str, Any], workload: Workload) -> tuple[str, .
 def _padded(w: Workload) -> tuple[str, ...]:
     if w.caption_tokens == w.text_tokens:
         return ()
+    if w.text_tokens == w.caption_tokens + w.family.template_tokens:
+        return (
+            f"the prompt template of {w.model} adds {w.family.template_tokens} tokens to each caption: {w.text_tokens} are planned for",
+        )
     return (
         f"--caption-tokens {w.caption_tokens} has no effect: {w.model} pads every caption to {w.text_tokens} tokens "
         "(--text-padding longest: if your trainer does not)",

@@ -184,7 +184,7 @@ def estimates(chosen: Sequence[Row] | None = None) -> tuple[list[Answered], dict
             continue
         device = find_gpu(row.gpu)
         try:
-            _, profile, _ = session._profile(workload, device, Executor.SIMPLETUNER)
+            _, profile, _ = session.profile(workload, device, Executor.SIMPLETUNER)
         except (TraceError, WorkloadError) as error:
             refused[_short(error)] += 1
             continue

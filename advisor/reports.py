@@ -17,18 +17,19 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from advisor.api import Plan
+from advisor.api import SWAP_ADVICE, Plan
 from decision_rules.support import Executor, Ffn, TrainerSupport, check, trainer_support
 from estimators.devices import Device
 from estimators.estimate import GIB, Estimate
 from estimators.schedule import Backend, IntervalForm, Schedule
 from probes.catalogue import Family
 from probes.profile import Profile
-from probes.workload import Workload
+from probes.workload import ADAPTER_NAMES, Workload
 
 if TYPE_CHECKING:
     from advisor.importing import Imported
     from advisor.largest import Largest
+    from advisor.nearest import Nearest
 
 LEAST_WIDTH = 80
 PIPED_WIDTH = 100
@@ -103,6 +104,19 @@ def fit_word(estimate: Estimate) -> str:
 _STYLES = {"yes": "green", "tight": "yellow", "no": "red", "unsupported": "dim"}
 
 
+LAUNCH_BOUND = "^"
+"""Marks step times that kernel launches limit."""
+
+
+def _seconds_cell(e: Estimate) -> str:
+    return seconds(e.step_seconds) + (LAUNCH_BOUND if e.launch_bound else "")
+
+
+def _launch_bound_note(estimates: Iterable[Estimate | None]) -> str:
+    marked = any(e is not None and e.supported and e.launch_bound for e in estimates)
+    return f" {LAUNCH_BOUND}: limited by kernel launches, not by the card." if marked else ""
+
+
 def _interval(schedule: Schedule) -> str:
     return "/".join(str(k) for k in (schedule.interval, schedule.stride) if k is not None) or "-"
 
@@ -161,7 +175,9 @@ def workload_lines(w: Workload) -> list[str]:
         factor = (
             f", factor {w.lokr_factor}{', full matrix' if w.lokr_full_matrix else ''}" if w.adapter == "lokr" else ""
         )
-        kind = {"lora": "LoRA", "lokr": "LoKr"}.get(w.adapter, w.adapter)
+        kind = ADAPTER_NAMES[w.adapter]
+        if w.adapter == "lora":
+            kind += f"{' with DoRA' if w.dora else ''}{', rank-stabilised,' if w.rslora else ''}"
         trained = f"{kind} rank {w.rank}, alpha {w.alpha:g}{factor}, dropout {w.lora_dropout:g} on {', '.join(w.lora_targets)}"
     return [shape, f"{trained}; base {w.precision}, {w.optimizer}, attention {w.attention}"]
 
@@ -177,6 +193,17 @@ def _device_line(plan: Plan) -> str:
     )
 
 
+def _draw_device(plan: Plan, console: Console) -> None:
+    """The device, and directly below what its name was taken for."""
+    console.print(_device_line(plan))
+    if _is_taken_for(plan.device):
+        console.print(f"note: {plan.device.note}")
+
+
+def _is_taken_for(device: Device) -> bool:
+    return " is taken as " in device.note
+
+
 def _time_text(e: Estimate) -> str:
     if e.step_seconds is None:
         return "step time unknown"
@@ -184,21 +211,22 @@ def _time_text(e: Estimate) -> str:
     return text + (", limited by kernel launches" if e.launch_bound else "")
 
 
-def draw_plan(plan: Plan, console: Console, *, head: bool = True) -> None:
+def draw_plan(plan: Plan, console: Console, *, head: bool = True, near: Nearest | None = None) -> None:
     """The whole answer for one device.
 
     Args:
         head: begin with the workload.
+        near: where nothing fits, what was tried instead.
     """
     if head:
         for line in workload_lines(plan.workload):
             console.print(line)
-    console.print(_device_line(plan))
+    _draw_device(plan, console)
     console.print()
     best = plan.recommended
     if best is None:
         console.print(_heading(f"Nothing fits on the {plan.device.name}."))
-        console.print(_bullets(plan.choice.reasons))
+        console.print(_bullets([*plan.choice.reasons, *nearest_lines(near)]))
     else:
         word = ", a tight fit" if fit_word(best) == "tight" else ""
         word += ", a rough guess" if any(n.startswith("a rough guess") for n in best.notes) else ""
@@ -218,6 +246,11 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True) -> None:
             console.print(json.dumps(plan.export, indent=2), soft_wrap=True)
             if (refusal := _refused_by_trainer(plan)) is not None:
                 console.print(f"SimpleTuner would not run these keys: {refusal}. --executor simpletuner plans for it.")
+            elif plan.executor is Executor.BUNDLED and plan.workload.swapped_blocks:
+                console.print(
+                    "SimpleTuner's block swap keeps blocks on the card in backward and needs more memory than this plan; "
+                    "--executor simpletuner plans for it."
+                )
     console.print()
     _print_table(schedule_table(plan), console)
     shown = best or min((e for e in plan.schedules if e.supported), key=lambda e: e.peak, default=None)
@@ -225,6 +258,22 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True) -> None:
         console.print()
         console.print(breakdown_text(shown))
     _draw_notes(plan, console)
+
+
+def nearest_lines(near: Nearest | None) -> list[str]:
+    """The nearest change of a job under which something fits, and what else was tried."""
+    if near is None or not near.tried:
+        return []
+    failed = [change.text for change in near.tried if change is not near.change]
+    also = f" ({', '.join(failed)}: {'does' if len(failed) == 1 else 'do'} not fit)" if failed else ""
+    if near.change is None:
+        return [f"tried, and nothing fits either: {', '.join(failed)}"]
+    best = near.change.plan.recommended
+    assert best is not None
+    word = ", a tight fit" if fit_word(best) == "tight" else ""
+    return [
+        f"fits with {near.change.text}: {best.schedule.name}, peak {gib(best.peak)} GiB{word}, {_time_text(best)}{also}"
+    ]
 
 
 def schedule_table(plan: Plan) -> Table:
@@ -252,7 +301,7 @@ def schedule_table(plan: Plan) -> Table:
                 gib(e.reserved),
                 gib(e.device),
                 gib(e.host),
-                seconds(e.step_seconds),
+                _seconds_cell(e),
                 seconds_band(e),
             ]
         else:
@@ -275,13 +324,9 @@ def _refused_by_trainer(plan: Plan) -> str | None:
     if plan.executor is Executor.SIMPLETUNER or plan.recommended is None:
         return None
     family = plan.workload.family
-    verdict = check(
-        Executor.SIMPLETUNER,
-        plan.workload.model,
-        plan.structure,
-        plan.recommended.schedule,
-        compiled=plan.workload.compiles,
-    )
+    w, schedule = plan.workload, plan.recommended.schedule
+    swapped, compiled = w.swapped_blocks > 0, w.compiles
+    verdict = check(Executor.SIMPLETUNER, w.model, plan.structure, schedule, swapped=swapped, compiled=compiled)
     if not verdict.supported:
         return verdict.reason
     if verdict.effective != plan.recommended.schedule:
@@ -296,7 +341,7 @@ def _draw_notes(plan: Plan, console: Console) -> None:
         "peak: allocated (torch.cuda.max_memory_allocated); device: what nvidia-smi shows, reserved + context. "
         f"Fits: device against {usable} GiB usable less the headroom asked for; tight: the upper end of the band does not fit. "
         "int/stride: gradient_checkpointing_interval and _segment_stride; "
-        "+A: attention saves offloaded; *: recommended."
+        f"+A: attention saves offloaded; *: recommended.{_launch_bound_note(plan.schedules)}"
     )
     by_note: dict[str, list[str]] = {}
     for e in plan.schedules:
@@ -312,7 +357,7 @@ def _draw_notes(plan: Plan, console: Console) -> None:
         console.print("Notes:")
         console.print(_bullets(lines))
     for text in plan.warnings:
-        if not text.startswith("stands for "):
+        if not text.startswith("stands for ") and not (text == plan.device.note and _is_taken_for(plan.device)):
             console.print(f"note: {text}")
 
 
@@ -324,7 +369,8 @@ def unsupported(plan: Plan) -> list[tuple[str, str]]:
         if (schedule.backend, schedule.offload_attention) in there:
             continue
         w = plan.workload
-        verdict = check(plan.executor, w.model, plan.structure, schedule, w.variant, compiled=w.compiles)
+        swapped, compiled = w.swapped_blocks > 0, w.compiles
+        verdict = check(plan.executor, w.model, plan.structure, schedule, w.variant, swapped=swapped, compiled=compiled)
         reason = verdict.reason or "; ".join(verdict.notes)
         if reason:
             found.append((schedule.name, reason))
@@ -365,10 +411,12 @@ def draw_tiers(tiers: Sequence[tuple[int, Plan]], full: Plan, console: Console) 
                 _interval(best.schedule),
                 gib(best.peak),
                 gib(best.device),
-                seconds(best.step_seconds),
+                _seconds_cell(best),
                 Text(word, style=_STYLES[word]),
             )
     _print_table(table, console)
+    if note := _launch_bound_note(plan.recommended for _, plan in tiers):
+        console.print(note.strip())
     if lines := _refusals(tiers):
         console.print(_bullets(lines))
     console.print()
@@ -379,16 +427,20 @@ def draw_tiers(tiers: Sequence[tuple[int, Plan]], full: Plan, console: Console) 
 def _refusals(tiers: Sequence[tuple[int, Plan]]) -> list[str]:
     """Why tiers hold nothing and what would change that; once for all tiers with the same way out, for the largest of them."""
     groups: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    swaps: list[str] = []
     for gb, plan in tiers:
         if plan.recommended is None:
             first, *rest = plan.choice.reasons
+            for swap in [r for r in rest if r.startswith(SWAP_ADVICE)]:
+                rest.remove(swap)
+                swaps.append(f"{gb} GB: {swap}")
             groups.setdefault(tuple(rest), []).append((gb, first.removeprefix("nothing fits: ")))
     lines = []
     for ways_out, members in groups.items():
         sizes = ", ".join(str(gb) for gb, _ in members)
         gb, first = members[-1]
         lines.append("; ".join([f"{sizes} GB: nothing fits; with {gb} GB {first}", *ways_out]))
-    return lines
+    return lines + swaps
 
 
 def draw_written(files: Mapping[str, Path], console: Console) -> None:
@@ -751,7 +803,7 @@ def draw_largest(found: Largest, console: Console) -> None:
     """A search: every value tried, and the largest that fits."""
     for line in workload_lines((found.best or found.tried[0]).plan.workload):
         console.print(line)
-    console.print(_device_line(found.tried[0].plan))
+    _draw_device(found.tried[0].plan, console)
     console.print()
     table = _table(
         (f"\n{found.vary}", "right"),
@@ -800,7 +852,7 @@ def draw_imported(read: Imported, own: Estimate, answer: Plan, console: Console)
     """A trainer's configuration: its own schedule, the recommended one, and the keys that differ."""
     for line in workload_lines(answer.workload):
         console.print(line)
-    console.print(_device_line(answer))
+    _draw_device(answer, console)
     console.print()
     best = answer.recommended
     table = _table(
@@ -830,7 +882,7 @@ def draw_imported(read: Imported, own: Estimate, answer: Plan, console: Console)
         console.print("Keys to change:" if changed else "Its checkpointing keys are the recommended ones already.")
         for line in changed:
             console.print(f"  {line}")
-    notes = [*read.notes, *answer.warnings]
+    notes = [*read.notes, *(t for t in answer.warnings if t != answer.device.note or not _is_taken_for(answer.device))]
     if notes:
         console.print("Notes:")
         console.print(_bullets(notes))

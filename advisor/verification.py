@@ -29,6 +29,7 @@ from estimators.devices import Device
 from estimators.estimate import GIB, Estimate, Estimator, Semantics
 from estimators.schedule import Schedule
 from estimators.step_time import Clock, rates_from
+from estimators.swapping import managed_blocks
 from probes import store
 from probes.build import Job, device_job, real_job
 from probes.cpu_memory import profiled_peak, resident_bytes
@@ -260,7 +261,7 @@ def _verify_cpu(
     optimizer = make_optimizer(workload.optimizer, parameters)
     say("checking the numbers against a run without a schedule")
     reference = _loss_and_gradients(job, parameters)
-    with apply(job.model, schedule, structure=profile.structure) as handle:
+    with apply(job.model, schedule, structure=profile.structure, swap_blocks=workload.swapped_blocks) as handle:
         scheduled = _loss_and_gradients(job, parameters)
         exact = _equal(reference, scheduled)
         del reference, scheduled
@@ -305,13 +306,14 @@ def _verify_cuda(
         notes.append("the run uses torch.optim.AdamW, and so does the prediction that it is compared with")
     say("building the model")
     state = None if pretrained is None else load_state(pretrained, workload)
-    job = device_job(workload, "cuda", state=state)
+    waiting = managed_blocks(profile.structure, workload.swapped_blocks)
+    job = device_job(workload, "cuda", state=state, host_blocks=waiting)
     if workload.compiles:
         say("compiling the blocks (the first steps take long)")
         compile_blocks(job.model, profile.structure, "cuda")
     parameters = [p for _, p in job.trainable()]
     optimizer = make_optimizer(workload.optimizer, parameters)
-    with apply(job.model, schedule, structure=profile.structure) as handle:
+    with apply(job.model, schedule, structure=profile.structure, swap_blocks=workload.swapped_blocks) as handle:
         losses = [float(train_step(job, optimizer)) for _ in range(WARM_UP)]
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -379,7 +381,7 @@ def compare_on_cpu(workload: Workload, schedules: Callable[[Profile], Sequence[S
     # the step drops its gradients at its very end, so holding them here does not change its peak
     keeping = optimizer.register_step_pre_hook(lambda *_: gradients.extend(p.grad for p in parameters))
     for schedule in schedules(profile):
-        with apply(job.model, schedule, structure=profile.structure) as handle:
+        with apply(job.model, schedule, structure=profile.structure, swap_blocks=workload.swapped_blocks) as handle:
             peak = profiled_peak(step, resident).peak
             recomputed = handle.counters.units_recomputed
         exact = _equal(reference, (losses[0], gradients))

@@ -165,7 +165,7 @@ def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
 
 
 _KNOBS = {
-    "weights": "a quantised base (of 16-bit weights --precision int8-torchao keeps half, nf4 a quarter) or --weights-offload ramtorch",
+    "weights": "a quantised base (of 16-bit weights --precision int8-torchao keeps half, nf4 a quarter) or --weights-offload (ramtorch, blocks:N)",
     "adapter": "a lower --rank",
     "gradients": "training fewer parameters (--adapter lora, a lower --rank)",
     "optimizer": "an optimizer with less state (--optimizer adamw8bit, optimi-lion)",

@@ -11,6 +11,7 @@ from functools import cache
 
 from estimators.estimate import Semantics
 from estimators.schedule import Backend, IntervalForm, Offloading, Schedule, resolve
+from estimators.swapping import Swapping
 from probes import resources
 from probes.structure import Structure
 from probes.workload import Workload
@@ -136,8 +137,38 @@ def trainer_support(family: str, variant: str | None = None) -> TrainerSupport:
     return usual
 
 
-def semantics(executor: Executor, family: str, variant: str | None = None) -> Semantics:
-    """How the executor reads the controls for this family."""
+BLOCK_SWAP = "block swap"
+"""Part of what `per_block_when` calls it."""
+
+
+def weights_refused(executor: Executor, weights_offload: str) -> str | None:
+    """Why the executor does not keep base weights on the host like that, with what would work; None: it does."""
+    kind = weights_offload.partition(":")[0]
+    runs = {
+        "none": tuple(Executor),
+        "ramtorch": (Executor.SIMPLETUNER, Executor.BUNDLED),
+        "blocks": (Executor.SIMPLETUNER, Executor.BUNDLED),
+    }[kind]
+    if executor in runs:
+        return None
+    return f"--weights-offload {weights_offload}: {executor} does not do this; --executor {' or '.join(runs)} does"
+
+
+def _per_block(row: TrainerSupport, swapped: bool) -> bool:
+    """Whether block swap makes the trainer leave segments."""
+    return (
+        swapped
+        and row.interval_form is IntervalForm.SEGMENTS
+        and any(BLOCK_SWAP in reason for reason in row.per_block_when)
+    )
+
+
+def semantics(executor: Executor, family: str, variant: str | None = None, *, swapped: bool = False) -> Semantics:
+    """How the executor reads the controls for this family.
+
+    Args:
+        swapped: blocks wait on the host between their uses.
+    """
     match executor:
         case Executor.BUNDLED:
             return Semantics()
@@ -146,12 +177,13 @@ def semantics(executor: Executor, family: str, variant: str | None = None) -> Se
         case Executor.SIMPLETUNER:
             row = trainer_support(family, variant)
             return Semantics(
-                row.interval_form,
+                IntervalForm.EVERY_KTH if _per_block(row, swapped) else row.interval_form,
                 interval_selects_ffn=row.ffn_interval.startswith("every"),
                 trainer_ffn_scope=True,
                 attention_from_block=row.offload_scope == FROM_BLOCK,
                 offloading=Offloading.KERNEL if row.offload_scope == KERNEL_ONLY else Offloading.HOOKS,
                 copies_out_overlap=True,
+                swapping=Swapping.TRAINER,
             )
 
 
@@ -173,20 +205,22 @@ def check(
     schedule: Schedule,
     variant: str | None = None,
     *,
+    swapped: bool = False,
     compiled: bool = False,
 ) -> Verdict:
     """Whether `executor` runs `schedule` on a model of `family`, and what it makes of it.
 
     Args:
+        swapped: blocks wait on the host between their uses.
         compiled: the workload has regional compile on.
     """
     match executor:
         case Executor.BUNDLED:
-            return (_inside_compiled(schedule) if compiled else None) or _bundled(structure, schedule)
+            return (_inside_compiled(schedule) if compiled else None) or _bundled(structure, schedule, swapped)
         case Executor.DIFFUSERS:
             return _diffusers(family, trainer_support(family, variant), schedule)
         case Executor.SIMPLETUNER:
-            verdict = _simpletuner(family, trainer_support(family, variant), schedule)
+            verdict = _simpletuner(family, trainer_support(family, variant), schedule, swapped)
             return _with_trainers_compile(verdict) if compiled and verdict.supported else verdict
 
 
@@ -223,7 +257,9 @@ def _no(schedule: Schedule, reason: str) -> Verdict:
     return Verdict(False, reason, schedule)
 
 
-def _bundled(structure: Structure, schedule: Schedule) -> Verdict:
+def _bundled(structure: Structure, schedule: Schedule, swapped: bool) -> Verdict:
+    if swapped and (schedule.offload_attention or any(a.offloads_attention for a in schedule.actions or ())):
+        return _no(schedule, "attention offload does not go with swapped blocks; leave one of them off")
     if schedule.offload_attention and not any(b.attention for b in structure.blocks):
         return _no(schedule, "no block has an attention submodule whose saved tensors could be offloaded")
     if schedule.backend.feed_forward_only and not structure.has_feed_forward:
@@ -245,7 +281,7 @@ def _diffusers(family: str, row: TrainerSupport, schedule: Schedule) -> Verdict:
     return Verdict(True, None, schedule)
 
 
-def _simpletuner(family: str, row: TrainerSupport, schedule: Schedule) -> Verdict:
+def _simpletuner(family: str, row: TrainerSupport, schedule: Schedule, swapped: bool) -> Verdict:
     if schedule.actions is not None:
         return _no(schedule, "SimpleTuner has no per-block schedules; --executor bundled runs them")
     if schedule.offload_attention and not row.attention_offload:
@@ -265,6 +301,12 @@ def _simpletuner(family: str, row: TrainerSupport, schedule: Schedule) -> Verdic
     if stride is not None and not row.stride:
         notes.append(f"SimpleTuner warns and drops the stride for {family}")
         stride = None
+    if interval is not None and not backend.feed_forward_only and _per_block(row, swapped):
+        notes.append(f"with swapped blocks SimpleTuner makes no segments for {family}: {row.per_block_loop}")
+        if row.per_block_loop == EVERY_BLOCK:
+            interval = stride = None
+        elif row.per_block_loop.endswith("stride ignored"):
+            stride = None
     if backend.feed_forward_only:
         if row.ffn is Ffn.NO:
             return _no(schedule, f"SimpleTuner rejects {backend} for {family}; torch works")
@@ -302,6 +344,8 @@ def _simpletuner(family: str, row: TrainerSupport, schedule: Schedule) -> Verdic
     return Verdict(True, None, effective, tuple(notes))
 
 
+EVERY_BLOCK = "every block"
+"""A `per_block_loop` that takes neither interval nor stride into account."""
 KERNEL_ONLY = "kernel only"
 """An `offload_scope` that wraps the attention kernel and not the projections around it."""
 FROM_BLOCK = "attention module with its projections, norm1 and modulation"
@@ -315,7 +359,13 @@ INTERVALS: tuple[tuple[int, int | None], ...] = (
 
 
 def candidates(
-    executor: Executor, family: str, structure: Structure, variant: str | None = None, *, compiled: bool = False
+    executor: Executor,
+    family: str,
+    structure: Structure,
+    variant: str | None = None,
+    *,
+    swapped: bool = False,
+    compiled: bool = False,
 ) -> list[Schedule]:
     """Every schedule worth comparing for this family in the order of the ladder: supported ones only, and of several that do
     the same to this model only the first."""
@@ -334,11 +384,11 @@ def candidates(
         Schedule(Backend.UNSLOTH_FFN, offload_attention=True),
         Schedule(Backend.UNSLOTH, offload_attention=True),
     ]
-    meaning = semantics(executor, family, variant)
+    meaning = semantics(executor, family, variant, swapped=swapped)
     kept: list[Schedule] = []
     effects: set[tuple[object, ...]] = set()
     for schedule in wanted:
-        verdict = check(executor, family, structure, schedule, variant, compiled=compiled)
+        verdict = check(executor, family, structure, schedule, variant, swapped=swapped, compiled=compiled)
         if not verdict.supported or verdict.effective != schedule:
             continue
         done = resolve(

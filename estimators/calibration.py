@@ -21,7 +21,7 @@ import platformdirs
 from probes import resources
 from probes.profile import Profile
 from probes.tape import CONVOLUTION
-from probes.workload import Workload
+from probes.workload import FLOAT_PRECISIONS, LYCORIS, Workload
 
 FORMAT = 1
 WIDEST = 0.35
@@ -265,13 +265,13 @@ def kind(workload: Workload, *, convolutional: bool) -> str:
         return COMPILED
     if workload.weights_offload != "none":
         return "offloaded weights"
-    if workload.precision in ("bf16", "bf16-upcast", "fp16", "fp32"):
+    if workload.precision in FLOAT_PRECISIONS:
         base = "float base"
     else:
         base = "dynamically quantised base" if workload.precision == "fp8-torchao" else "quantised base"
     if convolutional:
         return f"convolutional model, {base}"
-    return f"{'lokr' if workload.adapter == 'lokr' else 'lora'}, {base}"
+    return f"{'lokr' if workload.adapter in LYCORIS else 'lora'}, {base}"
 
 
 def step_features(gpu: float, host: float, recompute: float, copies: float, quantised: bool) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from estimators.devices import Device, DeviceKind
 from estimators.memory import Memory, Replay, Resident, exact
 from estimators.schedule import IntervalForm, Offloading, Resolution, Schedule, resolve
 from estimators.step_time import Clock, StepTime
-from probes.profile import Profile
+from estimators.swapping import Swap, Swapping, managed_blocks, moved_weights, sizes_left
+from probes.profile import TRAINED, Profile
 
 GIB = 2**30
 
@@ -36,6 +38,7 @@ class Semantics:
     """Attention offload takes what the block saves before its attention too."""
     copies_out_overlap: bool = False
     """Device-to-host copies run on a stream of their own."""
+    swapping: Swapping = Swapping.BUNDLED
 
     def resolve(self, schedule: Schedule, profile: Profile) -> Resolution:
         return resolve(
@@ -178,6 +181,7 @@ class Estimator:
         self.counted = exact if self.on_cpu else allocator.block_bytes
         self.replay = replay or Replay(profile, self.counted)
         self.clock = clock or Clock(profile, device)
+        self.swap = self._swap()
         self.resident = self._resident()
         self.reserved_cache = reserved_cache if reserved_cache is not None else {}
 
@@ -191,6 +195,24 @@ class Estimator:
             time_band=general.time_band.scaled(self.card.time_scale),
         )
 
+    def _swap(self) -> Swap | None:
+        blocks = managed_blocks(self.profile.structure, self.profile.workload.swapped_blocks)
+        return Swap(blocks, self.semantics.swapping) if blocks else None
+
+    @property
+    def _weights(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(bytes, how many) of the frozen and of the trained tensors that are on the device during the whole step. On a CPU those that
+        wait on the host are, too."""
+        p = self.profile
+        frozen, trained = list(p.base_sizes), [(n * size, count) for n, size, count in p.trained_sizes]
+        if self.swap is None or self.on_cpu:
+            return frozen, trained
+        moved = list(moved_weights(p, self.swap))
+        return (
+            sizes_left(frozen, [size for size, kind in moved if kind != TRAINED]),
+            sizes_left(trained, [size for size, kind in moved if kind == TRAINED]),
+        )
+
     def _resident(self) -> Resident:
         p = self.profile
 
@@ -200,17 +222,18 @@ class Estimator:
             counted = self.counted(np.array([s for s, _ in sizes], np.int64))
             return int((counted * np.array([n for _, n in sizes])).sum())
 
-        trained = [(n * size, count) for n, size, count in p.trained_sizes]
+        frozen, trained = self._weights
         is_full = p.workload.adapter == "full"
         optimizer = p.workload.optimizer
         return Resident(
-            weights=total(list(p.base_sizes)) + (total(trained) if is_full else 0),
+            weights=total(frozen) + (total(trained) if is_full else 0),
             adapter=0 if is_full else total(trained),
             optimizer=total(optimizers.state_sizes(optimizer, p.trained_shapes, on_cpu=self.on_cpu)),
             inputs=total([(b, 1) for b in p.input_bytes]),
             workspace=self.device.workspace_bytes,
             optimizer_transient=optimizers.step_transient(optimizer, p.trained_shapes, on_cpu=self.on_cpu),
             device_is_host=self.on_cpu,
+            swap=self.swap,
         )
 
     @property
@@ -261,7 +284,7 @@ class Estimator:
                 f"a rough guess: some published rows of this kind of job ({self.kind}) lie outside any useful band"
             )
         paged = optimizers.paged_bytes(self.profile.workload.optimizer, self.profile.trained_shapes)
-        host = memory.host_peak + self.profile.host_weight_bytes + paged
+        host = memory.host_peak + self.profile.host_weight_bytes + paged + self._swapped_host_bytes()
         if fits and self.host_ram is not None and host > self.host_ram:
             fits, probability = False, 0.0
             all_notes.append(f"needs {host / GIB:.1f} GiB of host memory, {self.host_ram / GIB:.1f} GiB given")
@@ -282,6 +305,10 @@ class Estimator:
             breakdown=memory.breakdown,
             notes=tuple(dict.fromkeys(all_notes)),
         )
+
+    def _swapped_host_bytes(self) -> int:
+        """What waits on the host. A trainer's copies out are new memory each time, one block's at a time."""
+        return 0 if self.swap is None else sum(size for size, _ in moved_weights(self.profile, self.swap))
 
     def _times(self, time: StepTime | None) -> dict[str, Any]:
         if time is None:
@@ -311,7 +338,8 @@ class Estimator:
         if memory.peak > self.capacity:
             return memory.peak, False, []
         what = schedule.name if schedule.actions is None else ",".join(schedule.actions)
-        key = f"{what}|{self.semantics}|{self.profile.workload.optimizer}|{self.resident.workspace}"
+        swap = "" if self.swap is None else f"{len(self.swap.blocks)} swapped "
+        key = f"{what}|{self.semantics}|{swap}{self.profile.workload.optimizer}|{self.resident.workspace}"
         notes = []
         reserved = self.reserved_cache.get(key)
         if reserved is None or reserved < memory.peak:
@@ -337,10 +365,8 @@ class Estimator:
         """(reserved peak, out of memory) of one step of the caching allocator, weights and states allocated first."""
         p = self.profile
         sizes: list[int] = []
-        for size, count in p.base_sizes:
+        for size, count in itertools.chain(*self._weights):
             sizes += [size] * count
-        for n, size, count in p.trained_sizes:
-            sizes += [n * size] * count
         for size, count in optimizers.state_sizes(p.workload.optimizer, p.trained_shapes):
             sizes += [size] * count
         sizes += [*p.input_bytes, *self.device.workspaces]

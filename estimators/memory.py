@@ -16,6 +16,7 @@ import numpy as np
 from estimators.host_copies import AttentionCopies, Fetch, HostCopy, run_ahead
 from estimators.placement import Placement, SimulationError
 from estimators.schedule import Resolution
+from estimators.swapping import Life, Swap, SwappedWeights
 from probes.profile import Profile
 from probes.tape import NEVER, Ints
 
@@ -55,6 +56,13 @@ class Memory:
     recomputed: tuple[Span, ...]
     copy_groups: int = 1
     """Groups in which copies come back; all but the first can do so beside the computation."""
+    weights_to_host: int = 0
+    """Bytes of swapped blocks copied out in a step."""
+    weights_from_host: int = 0
+    swapped_calls: tuple[tuple[int, int], ...] = ()
+    """[start, end) of the swapped blocks in the forward pass; tape positions."""
+    waits: float = 1.0
+    """Share of their copies back that cannot run beside the computation."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Resident:
     """Extra at the optimizer step."""
     device_is_host: bool
     """A CPU run: host copies count as device memory."""
+    swap: Swap | None = None
+    """Blocks whose weights come and go; `weights` and `adapter` do not count them (on a CPU, they count what waits on the host)."""
 
     @property
     def total(self) -> int:
@@ -139,7 +149,7 @@ class Replay:
         self.counted = counted
         self.size = counted(profile.tape.size)
         self.gradient = (profile.tape.death >= NEVER) & (profile.tape.birth >= profile.tape.backward_start)
-        self._known: dict[tuple[Resolution, int, bool], tuple[Memory, Resident]] = {}
+        self._known: dict[tuple[Resolution, int, bool, Swap | None], tuple[Memory, Resident]] = {}
 
     def run(self, resolution: Resolution, resident: Resident) -> Memory:
         """Simulates one step, once for all devices: what is resident during the whole step only adds to it.
@@ -147,13 +157,16 @@ class Replay:
         Raises:
             SimulationError: the resolution does not belong to this profile.
         """
-        key = (resolution, resident.optimizer_transient, resident.device_is_host)
+        key = (resolution, resident.optimizer_transient, resident.device_is_host, resident.swap)
         if key not in self._known:
             self._known[key] = _Step(self, resolution, resident).memory(), resident
         found, before = self._known[key]
         if resident == before:
             return found
-        parts = {name: getattr(resident, name) for name in ("weights", "adapter", "optimizer", "inputs", "workspace")}
+        parts = {
+            name: found.breakdown[name] - getattr(before, name) + getattr(resident, name)
+            for name in ("weights", "adapter", "optimizer", "inputs", "workspace")
+        }
         return replace(found, peak=found.peak - before.total + resident.total, breakdown={**found.breakdown, **parts})
 
     def events(self, resolution: Resolution, resident: Resident) -> tuple[Ints, Ints]:
@@ -195,6 +208,14 @@ class _Step:
         self._recompute()
         if not p.bundled:
             self._attention()
+        self.swapped = (
+            None
+            if resident.swap is None
+            else SwappedWeights(p, replay.profile, resident.swap, ahead=not resident.device_is_host)
+        )
+        if self.swapped is not None:
+            rows = np.array([(w.birth, w.death, w.size) for w in self.swapped.lives], np.int64).reshape(-1, 3)
+            self.device.add(rows[:, 0], rows[:, 1], self.counted(rows[:, 2]))
         if resident.device_is_host:
             self.device.add(*self.host.lives())
 
@@ -356,14 +377,17 @@ class _Step:
         at = int(curve.argmax())
         peak = int(curve[at])
         at_optimizer = int(curve[-1]) + resident.optimizer_transient
+        moment = at
         if at_optimizer > peak:
-            phase, peak = "optimizer", at_optimizer
+            phase, peak, moment = "optimizer", at_optimizer, p.length - 1
             gradients, saved = int(self.size[self.replay.gradient].sum()), 0
         else:
             phase = "forward" if at < int(p.new(np.array([t.backward_start]))[0]) else "backward"
             alive = (p.new(t.birth) <= at) & (p.new(self.death) > at)
             gradients = int(self.size[alive & self.replay.gradient].sum())
             saved = int(self.size[alive & (p.new(t.death) <= at)].sum())
+        here = [w for w in (self.swapped.lives if self.swapped else ()) if w.birth <= moment < w.death]
+        swapped, adapters = self._bytes([w for w in here if not w.trained]), self._bytes([w for w in here if w.trained])
         host = self.host.curve(p.length)
         ranges: list[list[tuple[int, int]]] = [[] for _ in p.units]
         for start, end, u in zip(p.range_start, p.range_end, p.range_unit, strict=True):
@@ -372,12 +396,12 @@ class _Step:
             peak=resident.total + peak,
             phase=phase,
             breakdown={
-                "weights": resident.weights,
-                "adapter": resident.adapter,
+                "weights": resident.weights + swapped,
+                "adapter": resident.adapter + adapters,
                 "gradients": gradients,
                 "optimizer": resident.optimizer,
                 "saved": saved,
-                "transient": peak - gradients - saved,
+                "transient": peak - gradients - saved - swapped - adapters,
                 "inputs": resident.inputs,
                 "workspace": resident.workspace,
             },
@@ -387,4 +411,11 @@ class _Step:
             copied_tensors=self.traffic.tensors,
             recomputed=tuple(Span(tuple(r), int(p.stop_[u])) for u, r in enumerate(ranges) if p.replayed_[u]),
             copy_groups=self.traffic.groups,
+            weights_to_host=self.swapped.to_host if self.swapped else 0,
+            weights_from_host=self.swapped.from_host if self.swapped else 0,
+            swapped_calls=tuple(self.swapped.calls) if self.swapped else (),
+            waits=self.swapped.waits / self.swapped.uses if self.swapped and self.swapped.uses else 1.0,
         )
+
+    def _bytes(self, lives: list[Life]) -> int:
+        return int(self.counted(np.array([w.size for w in lives], np.int64)).sum())

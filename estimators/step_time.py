@@ -8,7 +8,7 @@ where they are close. The few rates are physical and shared by all models; `data
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,6 +153,13 @@ class Load:
     """Copies back come in so many groups."""
     copies_beside: bool = False
     """Copies in both directions run beside the computation, back one group early."""
+    swapped_out: int = 0
+    """Bytes of weights whose copies are waited for."""
+    swapped_in: int = 0
+    waits: float = 1.0
+    """Share of the copies in that cannot run beside the computation."""
+    swapped_share: float = 0.0
+    """Of the computation that the swapped blocks do, beside which the others run."""
 
     def joined(self, once: float, recompute: float, forward: float, device: Device, r: Rates) -> StepTime:
         """The step's time from the GPU time of its kernels, all run `once`, and of what runs again.
@@ -179,6 +186,9 @@ class Load:
             # waited for: the first group of backward, and what the link cannot move while forward and backward compute
             hidden = total * forward / gpu
             copies = max(0.0, out - hidden) + max(back - (total - hidden), back / self.copy_groups)
+        swapped = self.swapped_in / up
+        copies += max(swapped * self.waits, swapped - (1 - self.waits) * self.swapped_share * total)
+        copies += self.swapped_out / (device.device_to_host_bytes_per_second or link)
         return StepTime(total + copies, gpu, host, recompute, copies)
 
 
@@ -257,7 +267,18 @@ class Clock:
             copy_groups=memory.copy_groups,
             copies_beside=copies_beside,
             streamed=self.profile.host_weight_bytes,
+            swapped_out=memory.weights_to_host,
+            swapped_in=memory.weights_from_host,
+            waits=memory.waits,
+            swapped_share=self._share(memory.swapped_calls),
         )
+
+    def _share(self, calls: Sequence[tuple[int, int]]) -> float:
+        """Share of the forward pass's GPU time that lies in some calls."""
+        forward = self._cumulative[self._forward_ops]
+        inside = np.searchsorted(self._op_at, np.array(calls, np.int64).reshape(-1, 2))
+        seconds = float((self._cumulative[inside[:, 1]] - self._cumulative[inside[:, 0]]).sum())
+        return seconds / float(forward) if forward else 0.0
 
     def step(self, memory: Memory, *, copies_out_overlap: bool = False, copies_beside: bool = False) -> StepTime | None:
         """Time of one step under the schedule that `memory` was simulated for. None: the device's rates are not known.

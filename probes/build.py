@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from probes import fused, lokr, outside, stand_ins
+from probes import fused, loha, lokr, outside, stand_ins
 from probes.catalogue import InputSpec
 from probes.expressions import evaluate, evaluate_all
-from probes.workload import LOKR_TARGETS, Workload, WorkloadError
+from probes.workload import LOKR_TARGETS, LYCORIS, Workload, WorkloadError
 
 MOST_MODULES = 50_000
 """No model has more; those of the catalogue have up to 4000."""
@@ -178,7 +178,7 @@ def symbols(workload: Workload, model: nn.Module) -> dict[str, int]:
 
 
 def lokr_targets(model: nn.Module, workload: Workload) -> tuple[str, ...]:
-    """What gets a LoKr: as asked; where the default classes are not in the model, its attention and feed-forward modules."""
+    """What gets a LoKr or LoHa: as asked; where the default classes are not in the model, its attention and feed-forward modules."""
     if workload.lora_targets != LOKR_TARGETS or any(type(m).__name__ in LOKR_TARGETS for m in model.modules()):
         return workload.lora_targets
     regions = workload.family.regions.values()
@@ -186,8 +186,14 @@ def lokr_targets(model: nn.Module, workload: Workload) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) or workload.lora_targets
 
 
+def _lycoris(linear: nn.Linear, workload: Workload) -> nn.Module:
+    if workload.adapter == "loha":
+        return loha.LohaLinear(linear, workload.rank, workload.alpha / workload.rank)
+    return lokr.LokrLinear(linear, workload.rank, workload.lokr_factor, workload.lokr_full_matrix)
+
+
 def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = False) -> None:
-    """Freezes the base and adds a LoRA (or, for ``full``, makes every parameter trainable).
+    """Freezes the base and adds the adapter (or, for ``full``, makes every parameter trainable).
 
     Args:
         random_b: start B from random values instead of zeros, so that every gradient of a test run is non-zero.
@@ -199,11 +205,8 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
         model.requires_grad_(True)
         return
     model.requires_grad_(False)
-    if workload.adapter == "lokr":
-        made = lokr.inject(
-            model, lokr_targets(model, workload), workload.rank, workload.lokr_factor, workload.lokr_full_matrix
-        )
-        if not made:
+    if workload.adapter in LYCORIS:
+        if not lokr.inject(model, lokr_targets(model, workload), lambda linear: _lycoris(linear, workload)):
             classes = sorted(
                 {type(m).__name__ for m in model.modules() if any(isinstance(c, nn.Linear) for c in m.children())}
             )
@@ -214,7 +217,7 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
         if random_b:
             with torch.no_grad():
                 for name, p in model.named_parameters():
-                    if "lokr_w2" in name and not p.any():
+                    if ("lokr_w2" in name or "hada_w2" in name) and not p.any():
                         p.normal_(std=0.02)
         return
     from peft import LoraConfig, inject_adapter_in_model
@@ -225,6 +228,8 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
         lora_dropout=workload.lora_dropout,
         target_modules=list(workload.lora_targets),
         init_lora_weights=not random_b,
+        use_dora=workload.dora,
+        use_rslora=workload.rslora,
     )
     on_meta = next(model.parameters()).device.type == "meta"
     with quiet():
@@ -387,12 +392,18 @@ def real_job(
 
 
 def device_job(
-    workload: Workload, device: str, *, seed: int = 0, state: Mapping[str, torch.Tensor] | None = None
+    workload: Workload,
+    device: str,
+    *,
+    seed: int = 0,
+    state: Mapping[str, torch.Tensor] | None = None,
+    host_blocks: Collection[str] = (),
 ) -> Job:
     """A job built directly on a device in its training dtypes, without a float32 copy on the host.
 
     Args:
         state: weights of the base; None: small random values, which cost the same memory and time.
+        host_blocks: names of blocks whose frozen weights are left in host memory (`advisor.runtime.apply` with ``swap_blocks``).
     """
     from accelerate import init_empty_weights
 
@@ -408,7 +419,8 @@ def device_job(
                         continue
                     name = f"{prefix}.{key}" if prefix else key
                     dtype = parameter_dtype(model, name, t, workload, torch.float32)
-                    data = torch.empty(t.shape, dtype=dtype, device=device)
+                    place = "cpu" if _waits(name, t, host_blocks) else device
+                    data = torch.empty(t.shape, dtype=dtype, device=place)
                     given = _given(name.replace(".base_layer", ""), state) if state is not None else None
                     if given is not None:
                         data.copy_(given)
@@ -433,8 +445,19 @@ def _given(name: str, state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return fused.given_weight(name, state) if found is None else found
 
 
-def given_job(workload: Workload, model: nn.Module, device: str, *, seed: int = 0) -> Job:
+def _waits(name: str, t: torch.Tensor, host_blocks: Collection[str]) -> bool:
+    """Whether a tensor is a frozen weight of one of some blocks."""
+    frozen = isinstance(t, nn.Parameter) and not t.requires_grad
+    return frozen and any(name.startswith(block + ".") for block in host_blocks)
+
+
+def given_job(
+    workload: Workload, model: nn.Module, device: str, *, seed: int = 0, host_blocks: Collection[str] = ()
+) -> Job:
     """A job on a model that is there already, with its weights: adapter added, in its training dtypes, on the device.
+
+    Args:
+        host_blocks: as in `device_job`.
 
     Raises:
         WorkloadError: the adapter's targets are not in the model.
@@ -444,8 +467,9 @@ def given_job(workload: Workload, model: nn.Module, device: str, *, seed: int = 
         fused.fuse(model)
     inject_adapter(model, workload)
     for name, p in list(model.named_parameters()) + list(model.named_buffers()):
-        p.data = p.data.to(parameter_dtype(model, name, p, workload, torch.float32))
-    model.train().to(device)
+        dtype = parameter_dtype(model, name, p, workload, torch.float32)
+        p.data = p.data.to("cpu" if _waits(name, p, host_blocks) else device, dtype)
+    model.train()
     inputs, target = make_inputs(workload, model, seed=seed)
     autocast = autocast_dtype(workload)
     moved = {k: _move(v, device) for k, v in inputs.items()}

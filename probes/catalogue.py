@@ -142,6 +142,8 @@ class Family:
     """Longest text the trainer feeds."""
     padding: str
     """``max_length``: always padded to `text_tokens`; ``longest``: the caption's own length."""
+    template_tokens: int
+    """Of the prompt template around each caption, those whose embeddings the model is given too."""
     variants: Mapping[str, Variant]
     symbols: Mapping[str, int]
     """Further names for the shape expressions (lengths that are fixed, but smaller in the reduced copy)."""
@@ -270,6 +272,7 @@ def _family(sheet: Mapping[str, Any], read: Callable[[Mapping[str, Any]], dict[s
         max_references=references.get("most", 0),
         text_tokens=text["tokens"],
         padding=text["padding"],
+        template_tokens=text.get("template_tokens", 0),
         variants=variants,
         symbols=sheet.get("symbols", {}),
         inputs=inputs,

@@ -7,7 +7,7 @@ backward. Written from the published description of the method and its Apache-2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ class LokrLinear(nn.Module):
         super().__init__()
         self.base_layer = base
         self.scale = 1.0
-        self.register_buffer("scalar", torch.ones((), device=base.weight.device), persistent=False)
+        self.register_buffer("scalar", torch.ones((), device="cpu"), persistent=False)  # not meta: its value counts
         out_small, out_large = factors(base.out_features, factor)
         in_small, in_large = factors(base.in_features, factor)
         device = base.weight.device
@@ -75,8 +75,12 @@ class LokrLinear(nn.Module):
         return result
 
 
-def inject(model: nn.Module, targets: Sequence[str], rank: int, factor: int, full_matrix: bool) -> int:
-    """Wraps every linear inside modules whose class, or whose name's end, is one of `targets`. Returns how many."""
+def inject(model: nn.Module, targets: Sequence[str], wrap: Callable[[nn.Linear], nn.Module]) -> int:
+    """Wraps every linear inside modules whose class, or whose name's end, is one of `targets`. Returns how many.
+
+    Args:
+        wrap: gives a linear its adapter.
+    """
     chosen: list[str] = []
     for name, module in model.named_modules():
         own = type(module).__name__ in targets or any(name == t or name.endswith(f".{t}") for t in targets)
@@ -87,5 +91,5 @@ def inject(model: nn.Module, targets: Sequence[str], rank: int, factor: int, ful
         owner = model.get_submodule(parent)
         linear = owner.get_submodule(key)
         assert isinstance(linear, nn.Linear)
-        setattr(owner, key, LokrLinear(linear, rank, factor, full_matrix))
+        setattr(owner, key, wrap(linear))
     return len(dict.fromkeys(chosen))

@@ -401,7 +401,7 @@ def _calls(workload: Workload, target: Target, way: traced.Way, thinned: bool) -
         kept = {}
     else:
         build.inject_adapter(model, workload)
-        traced._empty(model, fake, workload)
+        traced.placeholders(model, fake, workload)
     with fake or contextlib.nullcontext():
         if way != traced.REAL:
             with torch.device("meta") if way.on_meta else contextlib.nullcontext():

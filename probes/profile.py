@@ -10,6 +10,11 @@ from probes.structure import Structure
 from probes.tape import Tape
 from probes.workload import Workload
 
+FROZEN, TRAINED, BUFFER = 0, 1, 2
+
+Weight = tuple[int, int]
+"""(bytes, kind: `FROZEN`, `TRAINED` or `BUFFER`) of a tensor of a block."""
+
 
 @dataclass
 class Profile:
@@ -33,6 +38,8 @@ class Profile:
     """Of the base model."""
     host_weight_bytes: int = 0
     """Weights that wait in host memory and pass through the device in every forward and backward."""
+    block_weights: Mapping[str, tuple[Weight, ...]] = field(default_factory=dict)
+    """By block, its parameters and buffers; those that other modules have too are left out."""
     notes: tuple[str, ...] = ()
     """Assumptions and fallbacks of the probe."""
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

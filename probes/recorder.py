@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -175,6 +175,8 @@ class Recorder(TorchDispatchMode):
         self.saved_movable: list[bool] = []
         self.saved_bytes: list[int] = []
         self.saved_view: list[int] = []
+        self.saved_weight: list[int] = []
+        self._weights: dict[int, int] = {}
         self._views: dict[tuple[Any, ...], int] = {}
         self.op_at: list[int] = []
         self.op_kind: list[int] = []
@@ -328,6 +330,7 @@ class Recorder(TorchDispatchMode):
             self.saved_movable.append(tensor.grad_fn is not None)
             self.saved_bytes.append(tensor.numel() * tensor.element_size())
             self.saved_view.append(self._view(tensor))
+            self.saved_weight.append(self._weights.get(tensor.untyped_storage()._cdata, -1) if sid < 0 else -1)
             ticket = _Ticket(self, index, tensor, sid < 0)
             if self.keep_values and sid >= 0 and tensor.device.type == "cpu" and not tensor.is_floating_point():
                 ticket.values = self._copy(tensor)
@@ -371,6 +374,10 @@ class Recorder(TorchDispatchMode):
             self._paused = False
 
     # modules ----------------------------------------------------------------------------------------------------------
+
+    def watch_weights(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Tells saved views of a block's weights apart, by their position in `tensors`."""
+        self._weights |= {t.untyped_storage()._cdata: i for i, t in enumerate(tensors)}
 
     def watch_module(self, name: str, module: nn.Module, reads_from: str | None = None) -> None:
         """Records all of the module's calls; `reads_from` names a child from whose call on the block's own storages that are
@@ -450,6 +457,7 @@ class Recorder(TorchDispatchMode):
             saved_movable=np.array(self.saved_movable, bool),
             saved_bytes=np.array(self.saved_bytes, np.int64),
             saved_view=np.array(self.saved_view, np.int64),
+            saved_weight=np.array(self.saved_weight, np.int64),
             **self._view_columns(),
             op_at=np.array(self.op_at, np.int64),
             op_kind=np.array(self.op_kind, np.int8),

@@ -219,7 +219,7 @@ TABLES: dict[str, Check] = {
     ),
     "audio": _of({"default_seconds": _whole(1, 36000), "max_seconds": _whole(1, 36000)}),
     "references": _of({"default": _whole(0, 100), "most": _whole(0, 100)}),
-    "text": _of({"tokens": _whole(1, 1_000_000), "padding": _one_of(PADDINGS)}),
+    "text": _of({"tokens": _whole(1, 1_000_000), "padding": _one_of(PADDINGS), "template_tokens": _whole(0, 1_000_000)}),
     "inputs": _table(_INPUT),
     "output": _of({"shape": _list(_expression), "stack": _flag, "order": _text, "sizes": _SYMBOLS}),
     "training": _of(

@@ -23,12 +23,12 @@ import numpy as np
 import platformdirs
 
 from probes import resources
-from probes.profile import Profile
+from probes.profile import BUFFER, FROZEN, TRAINED, Profile, Weight
 from probes.structure import Block, Chain, Structure
 from probes.tape import NEVER, REDUCTION, Call, Tape
 from probes.workload import Workload
 
-FORMAT = 8
+FORMAT = 9
 """Raise when the meaning of a stored profile changes."""
 
 _ARRAYS = [
@@ -137,6 +137,7 @@ def to_bytes(profile: Profile) -> bytes:
         "input_bytes": profile.input_bytes,
         "parameters": profile.parameters,
         "host_weight_bytes": profile.host_weight_bytes,
+        "block_weights": dict(profile.block_weights),
         "notes": profile.notes,
         "measured": {k: dict(v) for k, v in profile.measured.items()},
         "bounds": [t.length, t.backward_start, t.optimizer_start],
@@ -215,6 +216,7 @@ def from_bytes(content: bytes) -> Profile:
             input_bytes=tuple(meta["input_bytes"]),
             parameters=meta["parameters"],
             host_weight_bytes=meta["host_weight_bytes"],
+            block_weights=_weights(meta["block_weights"]),
             notes=tuple(meta["notes"]),
             measured=meta["measured"],
         )
@@ -224,9 +226,21 @@ def from_bytes(content: bytes) -> Profile:
         raise ValueError(f"not a readable profile: {type(error).__name__}: {error}") from error
 
 
+def _weights(stored: Mapping[str, Any]) -> dict[str, tuple[Weight, ...]]:
+    """
+    Raises:
+        ValueError: not sizes and kinds.
+    """
+    found = {name: tuple((size, kind) for size, kind in weights) for name, weights in stored.items()}
+    for size, kind in (w for weights in found.values() for w in weights):
+        if type(size) is not int or not 0 <= size < 2**60 or kind not in (FROZEN, TRAINED, BUFFER):
+            raise ValueError("the weights of a block are not valid")
+    return found
+
+
 _GROUPS = (
     ("size", "birth", "death", "scratch"),
-    ("saved_storage", "saved_at", "unpacked_at", "released_at", "saved_movable", "saved_bytes"),
+    ("saved_storage", "saved_at", "unpacked_at", "released_at", "saved_movable", "saved_bytes", "saved_weight"),
     ("op_at", "op_kind", "op_flops", "op_bytes", "op_head"),
 )
 """Arrays of a tape that are parallel."""
@@ -257,6 +271,7 @@ def _check_tape(tape: Tape) -> None:
         **dict.fromkeys(("size", "saved_bytes"), (0, 2**60, False)),
         **dict.fromkeys(("op_flops", "op_bytes"), (0, 1e30, False)),
         "saved_storage": (-1, count - 1, False),
+        "saved_weight": (-1, 2**31, False),
         "op_kind": (0, REDUCTION, False),
         "op_head": (0, 2**31, False),
     }

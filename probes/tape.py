@@ -74,6 +74,8 @@ class Tape:
     """Bytes of the saved tensor itself."""
     saved_view: Ints
     """Which view of its storage it is, a row of the columns below."""
+    saved_weight: Ints
+    """Of a block's weight: its position in `Profile.block_weights`; -1: anything else."""
 
     # views: distinct (offset, shape, strides, type), whatever the storage
     view_start: Ints

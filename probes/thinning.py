@@ -358,6 +358,7 @@ def expand(tape: Tape, run: Run) -> Tape:
         saved_movable=tape.saved_movable[token_index][in_order],
         saved_bytes=tape.saved_bytes[token_index][in_order],
         saved_view=tape.saved_view[token_index][in_order],
+        saved_weight=tape.saved_weight[token_index][in_order],
         view_start=tape.view_start,
         view_extent=tape.view_extent,
         view_bytes=tape.view_bytes,

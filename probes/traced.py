@@ -19,18 +19,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from probes import build, quantized, stand_ins, thinning
+from probes import build, loha, quantized, stand_ins, thinning
 from probes.compiled import CompiledBlocks
 from probes.discover import discover
 from probes.expressions import evaluate
-from probes.profile import Profile
+from probes.profile import BUFFER, FROZEN, TRAINED, Profile, Weight
 from probes.recorder import Recorder
 from probes.step import forward_loss
 from probes.store import versions
 from probes.structure import Block, Chain, Structure
 from probes.target import Target
 from probes.targets import CudaFunctions, cpu_scratch, cuda_scratch
-from probes.workload import NotYetError, Workload, WorkloadError
+from probes.workload import ADAPTER_NAMES, LYCORIS, Workload, WorkloadError, check_compile
 
 
 class TraceError(RuntimeError):
@@ -78,7 +78,7 @@ def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile
         TraceError: the model's forward or backward does not run without real tensors.
         WorkloadError: LoRA targets that match nothing; an attention backend that does not take the model.
     """
-    _check_compile(workload)
+    check_compile(workload)
     with torch.device("meta"):
         base = build.build_base(workload)
     structure = discover(base, workload.family.regions)
@@ -93,10 +93,12 @@ def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile
         notes.append(
             f"{facts.precision}: {facts.note}; its kernels are not traced but described, so time and peak are less sure"
         )
-    if workload.adapter == "lokr" and (targets := build.lokr_targets(base, workload)) != workload.lora_targets:
+    if workload.adapter in LYCORIS and (targets := build.lokr_targets(base, workload)) != workload.lora_targets:
         notes.append(
-            f"LoKr goes into {', '.join(targets)}: the model has no {' or '.join(workload.lora_targets)} class"
+            f"{ADAPTER_NAMES[workload.adapter]} goes into {', '.join(targets)}: the model has no {' or '.join(workload.lora_targets)} class"
         )
+    if workload.adapter == "loha":
+        notes.append(loha.NOTE)
     uneven = False
     for chosen, way in attempts:
         if uneven and chosen:
@@ -135,15 +137,6 @@ def _base_sizes(model: nn.Module, workload: Workload) -> tuple[tuple[tuple[int, 
     return tuple(sorted(counted.items())), sum(p.numel() for p in model.parameters())
 
 
-def _check_compile(workload: Workload) -> None:
-    if workload.compiles and (workload.precision in quantized.table() or workload.weights_offload != "none"):
-        what = "--weights-offload" if workload.weights_offload != "none" else f"--precision {workload.precision}"
-        raise NotYetError(
-            f"--compile regional with {what} cannot be estimated yet: its kernels are described, not traced, and would fuse; "
-            "--compile none can, or a float precision"
-        )
-
-
 def _trace(
     workload: Workload,
     target: Target,
@@ -164,7 +157,7 @@ def _trace(
     else:
         quantized.replace(model, workload)
         build.inject_adapter(model, workload)
-        _empty(model, fake, workload)
+        placeholders(model, fake, workload)
     model.train()
     counted_devices = {META: ("meta",), VALUES: ("meta", "cpu")}.get(way, ("cpu",))
     recorder = Recorder(
@@ -175,6 +168,8 @@ def _trace(
     functions = CudaFunctions(target) if target.kind == "cuda" else None
     compiled = CompiledBlocks(recorder, functions) if workload.compiles else None
     names = {thinning.original_name(n, kept): n for n, _ in model.named_modules()}
+    block_weights: dict[str, tuple[Weight, ...]] = {}
+    owned = _owned(model, [names[b.name] for b in structure.blocks if b.name in names])
     links = _Links()
     for chain in structure.chains:
         for block in chain.blocks:
@@ -182,6 +177,10 @@ def _trace(
                 continue
             module = model.get_submodule(names[block.name])
             links.watch(block.name, module)
+            block_weights[block.name] = tuple(
+                (t.untyped_storage().nbytes(), _kind(t)) for t in owned[names[block.name]]
+            )
+            recorder.watch_weights(owned[names[block.name]])
             if compiled is not None:  # nothing inside has a call of its own
                 recorder.watch_module(block.name, module)
                 compiled.compile(module, int(block.name.rpartition(".")[2]))
@@ -221,6 +220,8 @@ def _trace(
         tape = thinning.expand(tape, run)
         for copy, source in thinning.repeat_names(list(sizes), run):
             sizes[copy] = sizes[source]
+        for copy, source in thinning.repeat_names(list(block_weights), run):
+            block_weights[copy] = block_weights[source]
     counted = Counter((tuple(p.shape), p.element_size()) for p in sizes.values())
     return Profile(
         workload=workload,
@@ -233,8 +234,34 @@ def _trace(
         trained_shapes=tuple((shape, size, count) for (shape, size), count in sorted(counted.items())),
         input_bytes=input_bytes,
         parameters=0,
+        block_weights=block_weights,
         notes=(*_assumptions(workload, known), *(compiled.notes if compiled is not None else ())),
     )
+
+
+def _owned(model: nn.Module, blocks: list[str]) -> dict[str, list[torch.Tensor]]:
+    """By block, the parameters and buffers that no other module of the model has."""
+    places: dict[int, set[str]] = {}
+    inside: dict[str, dict[int, torch.Tensor]] = {name: {} for name in blocks}
+    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, t in tensors:
+            block = next((b for b in _parents(name) if b in inside), "")
+            places.setdefault(id(t), set()).add(block)
+            if block:
+                inside[block][id(t)] = t
+    return {b: [t for key, t in found.items() if len(places[key]) == 1] for b, found in inside.items()}
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _kind(t: torch.Tensor) -> int:
+    if not isinstance(t, nn.Parameter):
+        return BUFFER
+    return TRAINED if t.requires_grad else FROZEN
 
 
 def one_in(workload: Workload, model: nn.Module) -> int | None:
@@ -270,7 +297,7 @@ def meta_autocast() -> Iterator[None]:
             m.autocast = original
 
 
-def _empty(model: nn.Module, fake: FakeTensorMode | None, workload: Workload) -> None:
+def placeholders(model: nn.Module, fake: FakeTensorMode | None, workload: Workload) -> None:
     """Replaces every parameter and buffer by a meta (or fake CPU) tensor of the dtype that it has in training.
 
     So are tables that a module keeps as plain attributes: a run has them on its device, as a meta or CPU trace must have.

@@ -22,7 +22,10 @@ class NotYetError(WorkloadError):
     """A value that is valid but that this version cannot estimate."""
 
 
-ADAPTERS = ("lora", "lokr", "full")
+ADAPTERS = ("lora", "lokr", "loha", "full")
+ADAPTER_NAMES = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa", "full": "full fine-tune"}
+LYCORIS = ("lokr", "loha")
+"""Of these, the ones that go into module classes, as LyCORIS puts them."""
 PRECISIONS = (
     "bf16",
     "fp16",
@@ -52,8 +55,10 @@ PRECISIONS = (
     "gguf-q8_0",
     "gguf",
 )
+FLOAT_PRECISIONS = ("bf16", "fp16", "fp32", "bf16-upcast")
+"""Those that keep weights as they are."""
 NOT_YET = {
-    "int4-torchao": "what its kernel keeps is not known",
+    "int4-torchao": "PyTorch's int4 product has no derivative, so nothing trains through it; int4-quanto and nf4 are 4-bit too",
     "gguf": "name the format: gguf-q8_0, gguf-q4_k, ...",
 }
 """Precisions that are known but cannot be estimated, and why."""
@@ -63,7 +68,7 @@ COMPILE = ("none", "regional")
 EXECUTORS = ("bundled", "simpletuner", "diffusers")
 OPTIMIZERS = tuple(optimizer_facts.table())
 LOKR_TARGETS = ("Attention", "FeedForward")
-"""Module classes that a LoKr adapter goes into by default (the trainer's example presets)."""
+"""Module classes that a LoKr or LoHa adapter goes into by default (the trainer's example presets)."""
 FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
 """What --fuse-qkv makes of which projections of a self-attention."""
 REPLACED = {part: fused for fused, parts in FUSED.items() for part in parts}
@@ -72,6 +77,13 @@ MAX_FRAMES = 4096
 MAX_BATCH = 4096
 MAX_RANK = 65536
 MAX_BUCKETS = 512
+MOST_BLOCKS = 999_999
+"""Of ``blocks:N``; more than any model has."""
+GROUP_OFFLOAD = (
+    "diffusers' group offload moves weights out in forward only: what recomputation brings in stays, so the peak of a step is that of "
+    "the whole model; and with a stream it sets trained weights back to their first values at every use"
+)
+"""Why it is not planned for. Seen by running the hooks of diffusers 0.42.1 (`tests/runtime/test_runtime_company.py`)."""
 TEXT_PADDING = ("auto", "max_length", "longest")
 
 
@@ -118,6 +130,10 @@ class Workload:
     """Every step puts a second sample beside each one (the unconditional one): twice `batch` through the model."""
     text_padding: str = "auto"
     """``auto`` (as the family's trainer does), ``max_length`` or ``longest``."""
+    dora: bool = False
+    """LoRA with a trained length for each row of a weight (PEFT's ``use_dora``)."""
+    rslora: bool = False
+    """LoRA scaled by alpha / sqrt(rank) (PEFT's ``use_rslora``)."""
     config_json: str = ""
     """Constructor arguments as JSON text, where they come from given weights instead of the catalogue."""
     sheet_json: str = ""
@@ -150,17 +166,25 @@ class Workload:
         """Whether blocks are compiled."""
         return self.compile != "none"
 
+    @property
+    def swapped_blocks(self) -> int:
+        """Blocks whose weights wait on the host; 0: none."""
+        kind, _, count = self.weights_offload.partition(":")
+        return int(count) if kind == "blocks" else 0
+
     def traced(self) -> Workload:
         """The workload with everything at its default that does not change a trace."""
         return dataclasses.replace(
             self,
             optimizer="",
             alpha=0.0,
+            rslora=False,
             caption_tokens=0,
             text_padding="auto",
             buckets=(),
             batch=self.samples,
             cfg_batch=False,
+            weights_offload="none" if self.swapped_blocks else self.weights_offload,
         )
 
     def largest_buckets(self, most: int) -> list[Workload]:
@@ -430,6 +454,8 @@ REQUEST_KEYS = (
     "alpha",
     "lora_targets",
     "lora_dropout",
+    "dora",
+    "rslora",
     "lokr_factor",
     "lokr_full_matrix",
     "precision",
@@ -529,7 +555,7 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         frames=frames,
         batch=batch,
         caption_tokens=caption,
-        text_tokens=text_limit if padding == "max_length" else caption,
+        text_tokens=text_limit if padding == "max_length" else min(text_limit, caption + family.template_tokens),
         adapter=adapter,
         rank=rank,
         alpha=_number("alpha", get("alpha", rank), 1e-6, 1e6),
@@ -549,8 +575,10 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         buckets=tuple(_bucket_name(*size, family) for size in buckets),
         cfg_batch=cfg_batch,
         text_padding=text_padding,
+        dora=_yes_no("dora", get("dora", False)),
+        rslora=_yes_no("rslora", get("rslora", False)),
     )
-    _check_supported(workload)
+    check_supported(workload)
     return workload
 
 
@@ -559,7 +587,12 @@ def fused_targets(targets: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(REPLACED.get(t, t) for t in targets))
 
 
-def _check_supported(w: Workload) -> None:
+def check_supported(w: Workload) -> None:
+    """That a workload's options go together.
+
+    Raises:
+        WorkloadError: they do not; NotYetError where they do but cannot be estimated yet.
+    """
     if w.precision not in ESTIMATED_PRECISIONS:
         raise NotYetError(
             f"--precision {w.precision} cannot be estimated yet ({NOT_YET[w.precision]}); {', '.join(ESTIMATED_PRECISIONS)} can"
@@ -568,15 +601,42 @@ def _check_supported(w: Workload) -> None:
         raise WorkloadError(
             f"--precision {w.precision} does not go with --adapter full: a quantised weight cannot be trained"
         )
+    if w.adapter == "lora" and w.dora and w.precision not in FLOAT_PRECISIONS:
+        raise NotYetError(
+            f"--dora with --precision {w.precision} cannot be estimated yet (it dequantises every weight); with "
+            f"{', '.join(FLOAT_PRECISIONS)} it can"
+        )
+    if w.adapter == "lora" and w.dora and w.weights_offload != "none":
+        raise NotYetError(
+            f"--dora with --weights-offload {w.weights_offload} cannot be estimated yet; with none it can"
+        )
+    if w.weights_offload.partition(":")[0] == "group":
+        raise WorkloadError(f"--weights-offload {w.weights_offload}: {GROUP_OFFLOAD}; ramtorch or blocks:N work")
     if w.weights_offload != "none":
-        if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9][0-9]*", w.weights_offload):
+        if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9][0-9]{0,5}", w.weights_offload):
             raise WorkloadError(
                 f"--weights-offload {w.weights_offload!r} is not valid; valid: none, ramtorch, blocks:N"
             )
-        if w.weights_offload != "ramtorch":
-            raise NotYetError(f"--weights-offload {w.weights_offload} cannot be estimated yet; none and ramtorch can")
         if w.adapter == "full":
-            raise NotYetError("--weights-offload ramtorch with --adapter full cannot be estimated yet")
+            raise NotYetError(f"--weights-offload {w.weights_offload} with --adapter full cannot be estimated yet")
+        if w.swapped_blocks and w.precision not in ("bf16", "bf16-upcast", "fp16", "fp32"):
+            raise NotYetError(
+                f"--weights-offload {w.weights_offload} with --precision {w.precision} cannot be estimated yet: what a quantised "
+                "linear keeps of a weight that moves is not known; --precision bf16 or --weights-offload ramtorch can"
+            )
+
+
+def check_compile(w: Workload) -> None:
+    """
+    Raises:
+        NotYetError: compiled blocks beside something whose kernels are not known then.
+    """
+    if w.compiles and (w.precision not in FLOAT_PRECISIONS or w.weights_offload != "none"):
+        what = f"--precision {w.precision}" if w.weights_offload == "none" else f"--weights-offload {w.weights_offload}"
+        raise NotYetError(
+            f"--compile regional with {what} cannot be estimated yet (what would fuse there is not known); --compile none can, "
+            f"or {', '.join(FLOAT_PRECISIONS)} with weights on the card"
+        )
 
 
 def reduced_copy(workload: Workload) -> Workload:

@@ -33,6 +33,11 @@ class Counters:
     """Copied back in backward passes."""
     fetched_ahead: int = 0
     """Of the tensors fetched: those whose copy was started before they were asked for."""
+    weights_brought: int = 0
+    """Times that a swapped block's weights were copied to the device."""
+    weight_bytes_brought: int = 0
+    weights_ahead: int = 0
+    """Of those times: copies that were started before the block was asked for."""
     host_bytes: int = 0
     """Host copies alive now."""
     host_bytes_peak: int = 0

@@ -13,8 +13,10 @@ from torch import nn
 from advisor.runtime.attention import Region
 from advisor.runtime.counters import Counters, RuntimeRefused
 from advisor.runtime.offload import Engine
+from advisor.runtime.swapping import SwappedBlock, Swapper, swappable
 from advisor.runtime.units import Member, RunningUnit
 from estimators.schedule import Backend, Schedule, resolve
+from estimators.swapping import managed_blocks
 from probes.discover import discover
 from probes.structure import Structure
 
@@ -66,6 +68,18 @@ def _same(value: Any) -> Any:
     return value
 
 
+class _SwapPatch(_Patch):
+    """The module with its block's weights on the device; under `torch.no_grad` too."""
+
+    def __init__(self, handle: Handle, module: nn.Module, block: SwappedBlock, in_checkpoint: bool) -> None:
+        super().__init__(handle, module)
+        self.block, self.in_checkpoint = block, in_checkpoint
+        self.run = torch.compiler.disable(functools.partial(block.run, self.original, in_checkpoint))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if self.run is None else self.run(args, kwargs)
+
+
 class Handle:
     """A schedule on a model. Leaving it as a context manager, `remove` here, `advisor.runtime.remove` and another `apply`
     all restore the model."""
@@ -84,6 +98,7 @@ class Handle:
         )
         self.units: tuple[RunningUnit, ...] = ()
         self._patches: list[_Patch] = []
+        self._swapper: Swapper | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -102,6 +117,9 @@ class Handle:
             patch.take_off()
         self._patches.clear()
         self._engine.close()
+        if self._swapper is not None:
+            self._swapper.close()
+            self._swapper = None
 
     def __enter__(self) -> Handle:
         return self
@@ -112,6 +130,25 @@ class Handle:
     def __repr__(self) -> str:
         state = f"{len(self.units)} checkpoint units" if self.active else "not on a model"
         return f"Handle({self.schedule.name}, {state}, {self.counters})"
+
+    def _swap(
+        self, root: nn.Module, blocks: Sequence[str], checkpointed: Sequence[str], pinned_bytes: int | None
+    ) -> None:
+        """Sends the blocks' frozen weights to the host. To be called before anything else is put on.
+
+        Args:
+            checkpointed: modules that are called inside checkpoints.
+        """
+        found = swappable(root, blocks)
+        swapped = {id(p) for parameters in found.values() for p in parameters}
+        device = next((p.device for p in root.parameters() if id(p) not in swapped), torch.device("cpu"))
+        self._swapper = Swapper(device, self.counters, self._note, pinned_bytes)
+        for name, parameters in found.items():
+            block = self._swapper.add(name, parameters)
+            for part in dict.fromkeys([name, *(m for m in checkpointed if m.startswith(name + "."))]):
+                patch = _SwapPatch(self, root.get_submodule(part), block, part in checkpointed)
+                patch.put_on()
+                self._patches.append(patch)
 
     def _put_on(
         self,
@@ -151,7 +188,8 @@ class Handle:
             patch.run = functools.partial(_one_pass, patch.original, spanning, offloading)
             self._patches.append(patch)
         for patch in self._patches:
-            patch.put_on()
+            if not isinstance(patch, _SwapPatch):
+                patch.put_on()
 
     def _note(self, text: str) -> None:
         if text not in self._notes:
@@ -180,6 +218,7 @@ def apply(
     *,
     structure: Structure | None = None,
     pinned_bytes: int | None = None,
+    swap_blocks: int | None = None,
     check_values: bool = False,
 ) -> Handle:
     """Makes `model` run `schedule_or_plan` from its next forward pass on.
@@ -195,6 +234,8 @@ def apply(
         structure: the model's chains; default: the plan's, else discovered from the module tree.
         pinned_bytes: page-locked host memory that offloading may hold for each GPU; default: half of the machine's memory. What
             does not fit goes to pageable memory, which is slower.
+        swap_blocks: keep the frozen weights of the model's last so many blocks on the host and bring them when they are used; default:
+            what the plan says, or 0. All blocks but the first at most.
         check_values: to find faults: compare what every replayed block returns with what it returned in forward (which is kept for
             that), and raise `RuntimeRefused` where they differ. PyTorch itself compares shapes only.
 
@@ -212,6 +253,11 @@ def apply(
     if structure is None:
         structure = getattr(schedule_or_plan, "structure", None) or discover(model)
     resolution = resolve(schedule, structure)
+    if swap_blocks is None:
+        swap_blocks = getattr(getattr(schedule_or_plan, "workload", None), "swapped_blocks", 0)
+    swapped = managed_blocks(structure, swap_blocks)
+    if swapped and resolution.offloaded_attention:
+        raise RuntimeRefused("attention offload does not go with swapped blocks; leave one of them off")
     wanted = schedule.backend is not Backend.NONE
     attention = _attention(resolution.offloaded_attention, structure)
     if schedule.offload_attention and not attention and schedule.actions is None:
@@ -225,7 +271,7 @@ def apply(
             f"{'; '.join(resolution.notes) or 'pass structure= to say where the blocks are'}"
         )
     parts = [part for name, inside in attention.items() for part in (name, *inside)]
-    root = _root(model, [*(name for unit in resolution.units for name in unit.modules), *parts])
+    root = _root(model, [*(name for unit in resolution.units for name in unit.modules), *parts, *swapped])
     _refuse_compiled(root, attention)
     handle = Handle(schedule, structure, pinned_bytes)
     for note in resolution.notes:
@@ -236,6 +282,8 @@ def apply(
     groups = _without_repeats(groups, handle)
     _note_compiled(model, [module for named, _ in groups for _, module in named], handle)
     remove(model)
+    if swapped:
+        handle._swap(root, swapped, [name for unit in resolution.units for name in unit.modules], pinned_bytes)
     handle._put_on(root, groups, attention, check_values)
     return handle
 

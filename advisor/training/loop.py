@@ -25,6 +25,7 @@ from advisor.training.objective import Objective
 from advisor.verification import Verifiable
 from estimators.estimate import GIB, Estimate
 from estimators.schedule import Schedule, ScheduleError
+from estimators.swapping import managed_blocks
 from probes.build import Job, autocast_dtype, build_base, device_job, given_job, real_job
 from probes.discover import discover
 from probes.step import make_optimizer, runs_as_named
@@ -192,7 +193,9 @@ def run(
     finally:
         log.close()
     notes += trainer.notes
-    if saved is not None and workload.adapter != "full" and not hasattr(job.model, "load_lora_adapter"):
+    if saved is not None and workload.adapter == "loha":
+        notes.append("diffusers has no loader for LoHa; docs/training.md says how PEFT loads it")
+    elif saved is not None and workload.adapter != "full" and not hasattr(job.model, "load_lora_adapter"):
         notes.append(
             f"{type(job.model).__name__} has no loader for adapters in diffusers; docs/training.md shows how PEFT loads it"
         )
@@ -322,7 +325,7 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
             notes.append(
                 "--precision fp16: the loss is not scaled here, so small gradients may vanish; bf16 does not need it"
             )
-        if planned.weights_offload != "none":
+        if planned.weights_offload == "ramtorch":
             notes.append(f"--weights-offload {planned.weights_offload}: this runtime keeps the weights on the device")
     if planned.buckets:
         notes.append(f"one size of the plan's {len(planned.buckets)} is trained here: {workload.resolution}")
@@ -358,14 +361,21 @@ def _job(
         size, planned = sum(p.numel() for p in model.parameters()), workload.family.variant(workload.variant).parameters
         if planned is not None and size != planned:
             notes.append(f"the given model has {size:,} parameters, the planned {workload.variant} {planned:,}")
-        job = given_job(workload, model, place, seed=seed)
+        job = given_job(workload, model, place, seed=seed, host_blocks=_waiting(workload, model))
     elif use_cuda:
-        job = device_job(workload, place, seed=seed)
+        with torch.device("meta"):
+            waiting = _waiting(workload, build_base(workload))
+        job = device_job(workload, place, seed=seed, host_blocks=waiting)
     else:
         job = real_job(workload, seed=seed)
     torch.manual_seed(step_seed(seed, "adapter"))
     weights.start_adapter(job.model)
     return job
+
+
+def _waiting(workload: Workload, model: torch.nn.Module) -> tuple[str, ...]:
+    """Blocks whose weights wait on the host."""
+    return managed_blocks(discover(model, workload.family.regions), workload.swapped_blocks)
 
 
 def _check_host_memory(workload: Workload, schedule: Schedule, pretrained: str, say: Callable[[str], None]) -> None:
@@ -450,7 +460,7 @@ class _Trainer:
         if self.workload.reduced:
             schedule, notes = for_copy(schedule, structure)
             self.notes += notes
-        return apply(self.job.model, schedule, structure=structure)
+        return apply(self.job.model, schedule, structure=structure, swap_blocks=self.workload.swapped_blocks)
 
     def train(
         self,

@@ -12,8 +12,9 @@ from torch import nn
 from advisor.training.checkpoints import write_safetensors
 from probes import store
 from probes.build import Job
+from probes.loha import LohaLinear
 from probes.lokr import LokrLinear
-from probes.workload import FUSED, Workload
+from probes.workload import FUSED, LYCORIS, Workload
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
@@ -22,15 +23,22 @@ METADATA_KEY = "lora_adapter_metadata"
 
 
 def start_adapter(model: nn.Module) -> None:
-    """Gives every adapter its usual start, at which it changes nothing: LoRA's A random and B zero, LoKr's second factor zero."""
+    """Gives every adapter its usual start, at which it changes nothing: LoRA's A random and B zero, LoKr's second factor zero, one
+    factor of LoHa's second product zero, DoRA's lengths those of the weights."""
     from peft.tuners.lora import LoraLayer
 
     for module in model.modules():
-        if isinstance(module, LokrLinear):
+        if isinstance(module, (LokrLinear, LohaLinear)):
             module.reset()
         elif isinstance(module, LoraLayer):
             for name in module.lora_A:
                 module.reset_lora_parameters(name, True)
+            for dora in module.lora_magnitude_vector.values():
+                with torch.no_grad():
+                    weight = module.get_base_layer().weight
+                    dora.weight.copy_(
+                        torch.linalg.vector_norm(weight.flatten(1), dim=1, dtype=torch.float32).view_as(dora.weight)
+                    )
 
 
 def prefix_of(model: nn.Module) -> str:
@@ -42,8 +50,8 @@ def save(job: Job, workload: Workload, folder: Path) -> Path:
     """Writes what was trained into `folder`, whole or not at all; returns the file's path.
 
     A LoRA is `pytorch_lora_weights.safetensors` with PEFT's names and, in the metadata, its configuration (rank, alpha, targets) as
-    diffusers reads it. A LoKr adapter is the same file with `lokr_w1`, `lokr_w2` (or `lokr_w2_a`, `lokr_w2_b`). A whole model is
-    `diffusion_pytorch_model.safetensors` with `config.json`.
+    diffusers reads it. A LoKr adapter is the same file with `lokr_w1`, `lokr_w2` (or `lokr_w2_a`, `lokr_w2_b`), a LoHa with
+    `hada_w1_a` to `hada_w2_b` and `alpha`, as LyCORIS names them. A whole model is `diffusion_pytorch_model.safetensors` with `config.json`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -52,8 +60,10 @@ def save(job: Job, workload: Workload, folder: Path) -> Path:
         return _save_model(job.model, folder)
     prefix = prefix_of(job.model)
     metadata = {"format": "pt"}
-    if workload.adapter == "lokr":
-        state = {n: p for n, p in job.model.named_parameters() if ".lokr_" in n}
+    if workload.adapter in LYCORIS:
+        state = {n: p for n, p in job.model.named_parameters() if ".lokr_" in n or ".hada_" in n}
+        alphas = {f"{n.removesuffix('hada_w1_a')}alpha" for n in state if n.endswith(".hada_w1_a")}
+        state |= {n: torch.tensor(float(workload.alpha)) for n in alphas}
     else:
         from peft import get_peft_model_state_dict
 

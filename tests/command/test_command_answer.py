@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_helpers import SMALL, Done, in_process_of_its_own
+from command_helpers import SMALL, SMALL_REQUEST, Done, in_process_of_its_own
 
 from advisor import options as command_options
 from advisor import reports
+from advisor.api import Plan, Session
+from advisor.nearest import MOST_TRACED, nearest
+from advisor.reports import nearest_lines
 from estimators import devices
 from estimators.estimate import GIB, Estimate
 from estimators.schedule import KEYS, Schedule
+from probes.workload import Workload, from_request
 
 Advise = Callable[..., Done]
 
@@ -105,6 +109,37 @@ def test_nothing_fits_is_status_1_with_the_way_out(advise: Advise) -> None:
     done = advise(*SMALL, "--vram", "8", "--json")
     assert done.status == 1
     assert json.loads(done.out)["recommended"] is None
+
+
+def test_the_nearest_change_that_fits_is_estimated_and_holds(advise: Advise) -> None:
+    asked = (*SMALL, "--vram", "8")
+    near = json.loads(advise(*asked, "--json").out)["nearest"]
+    assert near["recommended"]["fits"]
+    options = [part for key, value in near["options"].items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    assert f"fits with {' '.join(options)}: {near['recommended']['name']}, peak" in advise(*asked).flat
+    with_it = advise(*asked, *options, "--json")
+    assert with_it.status == 0
+    assert json.loads(with_it.out)["recommended"]["peak_gib"] == near["recommended"]["peak_gib"]
+
+
+def test_where_no_change_helps_what_was_tried_is_said(
+    advise: Advise, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADVISE_CACHE_DIR", str(cache))
+    workload = from_request(SMALL_REQUEST)
+    answer = Session().plan(workload, devices.from_vram(8))
+    asked = []
+
+    def never_fits(job: Workload) -> Plan:
+        asked.append(job)
+        return answer
+
+    found = nearest(SMALL_REQUEST, answer, 0, never_fits)
+    assert found.change is None
+    assert found.to_json()["recommended"] is None
+    assert len({job.traced() for job in asked} - {workload.traced()}) == MOST_TRACED
+    (line,) = nearest_lines(found)
+    assert line.startswith("tried, and nothing fits either: --precision ")
 
 
 def test_nothing_fits_in_any_tier_is_status_1(advise: Advise) -> None:
@@ -252,3 +287,31 @@ def test_an_output_file_that_holds_something_else_than_json_is_not_replaced(advi
     script.write_text("echo kept\n")
     assert "holds something else" in advise(*SMALL, "--gpu", "4090", "--plan", str(script)).error
     assert script.read_text() == "echo kept\n"
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+@pytest.mark.parametrize("args", [("--gpu", "h100"), (), ("--vram", "8")])
+def test_answers_fit_80_columns(
+    advise: Advise, monkeypatch: pytest.MonkeyPatch, columns: str, args: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = advise(*SMALL, *args).out.splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_launch_bound_times_are_marked_and_explained(advise: Advise) -> None:
+
+    for args in ((), ("--gpu", "h100")):
+        answer = json.loads(advise(*SMALL, *args, "--json").out)
+        entries = [t["recommended"] for t in answer["tiers"]] if not args else answer["schedules"]
+        bound = any(entry and entry["launch_bound"] for entry in entries)
+        text = advise(*SMALL, *args).flat
+        assert ("^: limited by kernel launches" in text) == bound
+        assert bound == bool(re.search(r"\d\^ ", text))
+
+
+def test_an_ambiguous_card_is_named_beside_the_device(advise: Advise) -> None:
+    lines = advise(*SMALL, "--gpu", "h100").out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("H100 80GB SXM, "))
+    assert lines[at + 1].startswith("note: 'h100' is taken as H100 80GB SXM")
+    assert sum("is taken as" in line for line in lines) == 1

@@ -42,12 +42,16 @@ BAD = [
     ((*FLUX, "--lora-dropout", "1"), ("--lora-dropout", "0.999")),
     ((*FLUX, "--lora-targets", "to_q,,to_k"), ("--lora-targets", "empty name")),
     ((*FLUX, "--caption-tokens", "513"), ("--caption-tokens 513", "512")),
-    ((*FLUX, "--adapter", "dora"), ("--adapter", "'dora'", "lora, lokr, full")),
+    ((*FLUX, "--adapter", "dora"), ("--adapter", "'dora'", "lora, lokr, loha, full")),
     ((*FLUX, "--precision", "bf17"), ("--precision", "'bf17'", "did you mean bf16", "nf4")),
     ((*FLUX, "--optimizer", "adamw-bf16"), ("--optimizer", "'adamw-bf16'", "did you mean adamw_bf16?")),
+    ((*FLUX, "--dora", "--export", "x.json"), ("--export", "--dora", "no key")),
+    ((*FLUX, "--dora", "--precision", "nf4"), ("--dora with --precision nf4", "bf16")),
+    ((*FLUX, "--dora", "--weights-offload", "ramtorch"), ("--dora with --weights-offload ramtorch", "none")),
     ((*FLUX, "--attention", "fast"), ("--attention", "'fast'", "auto, flash")),
     ((*FLUX, "--compile", "full"), ("--compile", "'full'", "regional")),
     ((*FLUX, "--weights-offload", "disk"), ("--weights-offload", "'disk'", "ramtorch")),
+    ((*FLUX, "--weights-offload", "group:1"), ("--weights-offload group:1", "in forward only", "blocks:N work")),
     ((*FLUX, "--executor", "kohya"), ("--executor", "'kohya'", "bundled, simpletuner, diffusers")),
     ((*FLUX, "--objective", "best"), ("--objective", "'best'", "ladder, fastest, smallest")),
     ((*FLUX, "--gpu", "rtx 4091"), ("--gpu", "'rtx 4091'", "RTX 4090", "advise gpus")),
@@ -128,7 +132,7 @@ def test_what_is_valid_but_not_estimated_yet_says_so(advise: Advise, monkeypatch
     def not_yet(_: Any) -> None:
         raise NotYetError("--weights-offload blocks:2 cannot be estimated yet; none can")
 
-    monkeypatch.setattr("probes.workload._check_supported", not_yet)
+    monkeypatch.setattr("probes.workload.check_supported", not_yet)
     done = advise(*FLUX, "--weights-offload", "blocks:2")
     assert done.status == 2
     assert done.error == "--weights-offload blocks:2 cannot be estimated yet; none can"

@@ -137,6 +137,12 @@ def test_a_padded_caption_says_that_its_length_does_nothing(advise: Advise) -> N
     assert "10 text tokens" in done.flat
 
 
+def test_tokens_of_a_prompt_template_are_said(advise: Advise) -> None:
+    done = advise("--model", "z_image", "--resolution", "256", "--caption-tokens", "10", "--gpu", "4090")
+    assert "the prompt template of z_image adds 8 tokens to each caption: 18 are planned for" in done.flat
+    assert "18 text tokens" in done.flat
+
+
 def test_a_second_sample_of_guidance_costs_what_a_doubled_batch_costs(advise: Advise) -> None:
     shape = ("--model", "z_image", "--resolution", "256", *SHAPE, "--json")
     twice, doubled = (json.loads(advise(*shape, *more).out) for more in (("--cfg-batch",), ("--batch", "2")))

@@ -74,12 +74,26 @@ def test_areas_are_megapixels(tmp_path: Path) -> None:
     assert any("megapixels" in note for note in read.notes)
 
 
+def test_dora_and_its_scale_are_read(tmp_path: Path) -> None:
+    read = importing.read(write(tmp_path, {**CONFIG, "--use_dora": True, "--use_rslora": "true"}))
+    asked = importing.workload(read)
+    assert (asked.dora, asked.rslora) == (True, True)
+
+
+def test_dora_on_a_quantised_base_is_refused_with_its_key(tmp_path: Path) -> None:
+    read = importing.read(write(tmp_path, {**CONFIG, "--use_dora": True, "--base_model_precision": "nf4-bnb"}))
+    with pytest.raises(WorkloadError, match="use_dora with base_model_precision nf4 cannot be estimated yet"):
+        importing.workload(read)
+
+
 def test_what_is_not_understood_is_said(tmp_path: Path) -> None:
     read = importing.read(
-        write(tmp_path, {**CONFIG, "--musubi_blocks_to_swap": 4, "--optimizer": "adamw_bf17", "--lora_type": "lycoris"})
+        write(
+            tmp_path, {**CONFIG, "--enable_group_offload": True, "--optimizer": "adamw_bf17", "--lora_type": "lycoris"}
+        )
     )
     notes = " ".join(read.notes)
-    assert "musubi_blocks_to_swap" in notes
+    assert "enable_group_offload" in notes
     assert "adamw_bf17" in notes
     assert "lycoris" in notes
 
@@ -147,6 +161,30 @@ def test_true_may_be_text(tmp_path: Path, on: Any) -> None:
     assert read.request["fuse_qkv"] is True
     off = importing.read(write(tmp_path, {**CONFIG, "--ramtorch": "false", "--fuse_qkv_projections": ""}))
     assert not {"weights_offload", "fuse_qkv"} & set(off.request)
+
+
+def test_swapped_blocks_are_read(tmp_path: Path) -> None:
+    read = importing.read(
+        write(tmp_path, {**CONFIG, "--musubi_blocks_to_swap": "12", "--musubi_block_swap_device": "cpu"})
+    )
+    assert read.request["weights_offload"] == "blocks:12"
+    assert not any("musubi" in n for n in read.notes)
+    assert read.changes({**read.schedule.to_controls(), "musubi_blocks_to_swap": 12}) == []
+    assert "weights_offload" not in importing.read(write(tmp_path, {**CONFIG, "--musubi_blocks_to_swap": 0})).request
+    disk = {**CONFIG, "--musubi_blocks_to_swap": 12, "--musubi_block_swap_device": "meta"}
+    assert any("musubi_block_swap_device meta" in n for n in importing.read(write(tmp_path, disk)).notes)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"--musubi_blocks_to_swap": 4, "--ramtorch": True}, "exclude each other"),
+        ({"--musubi_blocks_to_swap": "many"}, "musubi_blocks_to_swap must be a number of blocks"),
+    ],
+)
+def test_swapped_blocks_that_the_trainer_would_not_take(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        importing.read(write(tmp_path, {**CONFIG, **more}))
 
 
 def test_what_changes_memory_and_is_not_read_is_noted(tmp_path: Path) -> None:

@@ -14,7 +14,18 @@ from command_helpers import SMALL, environment
 HEAVY = ("torch", "huggingface_hub", "numpy", "pandas", "diffusers", "peft", "transformers", "pydantic")
 OPTIONS = (
     *("model", "variant", "model-class", "model-config", "revision", "resolution", "frames", "batch", "caption-tokens"),
-    *("adapter", "rank", "alpha", "lora-targets", "lora-dropout", "lokr-factor", "precision", "optimizer"),
+    *(
+        "adapter",
+        "rank",
+        "alpha",
+        "lora-targets",
+        "lora-dropout",
+        "dora",
+        "rslora",
+        "lokr-factor",
+        "precision",
+        "optimizer",
+    ),
     *("attention", "fuse-qkv", "compile", "weights-offload", "executor", "objective"),
     *("gpu", "vram", "headroom", "host-ram", "json", "export", "plan", "version"),
 )

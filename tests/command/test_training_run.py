@@ -77,7 +77,8 @@ def test_the_losses_are_those_of_the_same_seed_only(uninterrupted: tuple[float, 
 
 
 @pytest.mark.parametrize(
-    ("adapter", "optimizer"), [("lora", "adamw"), ("lokr", "adamw"), ("full", "adamw"), ("lora", "sgd-momentum")]
+    ("adapter", "optimizer"),
+    [("lora", "adamw"), ("lokr", "adamw"), ("loha", "torch-nadam"), ("full", "adamw"), ("lora", "sgd-momentum")],
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, adapter: str, optimizer: str) -> None:
     request = {"model": "sd3", "adapter": adapter, "optimizer": optimizer}

@@ -172,12 +172,41 @@ def test_fused_projections_are_saved_as_separate_ones(trained: Any, tmp_path: Pa
     assert not torch.allclose(_output(_fresh(job, tmp_path), job), _output(job.model, job), atol=1e-2)
 
 
-@pytest.mark.parametrize("adapter", ["lora", "lokr"])
-def test_an_adapter_starts_as_no_change(adapter: str, tmp_path: Path) -> None:
+def test_diffusers_loads_an_adapter_with_dora(trained: Any, tmp_path: Path) -> None:
+    job, out, _ = trained("sd3", dora=True, rslora=True)
+    assert any(".lora_magnitude_vector" in key for key in load_file(out / weights.ADAPTER_FILE))
+    fresh = _fresh(job, tmp_path)
+    before = _output(fresh, job)
+    fresh.load_lora_adapter(str(out), use_safetensors=True)
+    after = _output(fresh, job)
+    assert torch.allclose(after, _output(job.model, job), atol=1e-4)
+    assert (after - before).abs().max() > 1e-2
+
+
+def test_peft_loads_the_loha_adapter(trained: Any, tmp_path: Path) -> None:
+    from peft import LoHaConfig, inject_adapter_in_model, set_peft_model_state_dict
+
+    job, out, _ = trained("sd3", adapter="loha")
+    state = {k.removeprefix("transformer."): v for k, v in load_file(out / weights.ADAPTER_FILE).items()}
+    alphas = {k.removesuffix(".alpha"): float(v) for k, v in state.items() if k.endswith(".alpha")}
+    assert set(alphas.values()) == {10.0}
+    fresh = _fresh(job, tmp_path)
+    before = _output(fresh, job)
+    config = LoHaConfig(r=4, alpha=10, target_modules=list(alphas))
+    inject_adapter_in_model(config, fresh)
+    factors = {k: v for k, v in state.items() if ".hada_" in k}
+    assert not set_peft_model_state_dict(fresh, factors).unexpected_keys
+    after = _output(fresh, job)
+    assert torch.allclose(after, _output(job.model, job), atol=1e-4)
+    assert (after - before).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("asked", [{}, {"adapter": "lokr"}, {"adapter": "loha"}, {"dora": True}], ids=str)
+def test_an_adapter_starts_as_no_change(asked: dict[str, Any], tmp_path: Path) -> None:
     from probes.build import given_job
 
     _given("sd3", tmp_path)
-    workload = _plan("sd3", adapter=adapter, precision="fp32").workload
+    workload = _plan("sd3", **asked, precision="fp32").workload
     cls: Any = model_class(workload.family.model_class)
     config = json.dumps(cls.load_config(tmp_path / "transformer"))
     job = given_job(

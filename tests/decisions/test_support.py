@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from advisor.exporters import simpletuner
 from advisor.published import estimates, rows
 from decision_rules import support
-from decision_rules.support import Executor, Ffn, as_run, candidates, check, semantics, trainer_support
+from decision_rules.support import (
+    Executor,
+    Ffn,
+    as_run,
+    candidates,
+    check,
+    semantics,
+    trainer_support,
+    weights_refused,
+)
 from estimators.estimate import GIB
 from estimators.schedule import Action, Backend, IntervalForm, Schedule, resolve
 from probes import catalogue, resources
@@ -42,6 +51,46 @@ def test_a_dropped_interval_is_noted_and_gone_from_what_runs() -> None:
     assert verdict.supported
     assert verdict.effective == TORCH
     assert verdict.notes == ("SimpleTuner warns and drops the interval for sdxl: this runs as torch on every block",)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "effective"),
+    [
+        ("flux", None, Schedule(Backend.TORCH, 2)),
+        ("flux2", None, TORCH),
+        ("sd3", None, Schedule(Backend.TORCH, 2, 4)),
+        ("qwen_image", "v2.1", Schedule(Backend.TORCH, 2, 4)),
+    ],
+)
+def test_swapped_blocks_end_the_trainer_s_segments(family: str, variant: str | None, effective: Schedule) -> None:
+    verdict = check(Executor.SIMPLETUNER, family, STRUCTURE, Schedule(Backend.TORCH, 2, 4), variant, swapped=True)
+    assert verdict.effective == effective
+    assert "makes no segments" in verdict.notes[0]
+    assert semantics(Executor.SIMPLETUNER, family, variant, swapped=True).interval_form is IntervalForm.EVERY_KTH
+    assert semantics(Executor.SIMPLETUNER, family, variant).interval_form is IntervalForm.SEGMENTS
+
+
+def test_hunyuanvideo_keeps_its_segments_with_swapped_blocks() -> None:
+    schedule = Schedule(Backend.TORCH, 2, 4)
+    verdict = check(Executor.SIMPLETUNER, "hunyuanvideo", STRUCTURE, schedule, swapped=True)
+    assert (verdict.effective, verdict.notes) == (schedule, ())
+    assert semantics(Executor.SIMPLETUNER, "hunyuanvideo", swapped=True).interval_form is IntervalForm.SEGMENTS
+
+
+def test_our_runtime_has_either_swapped_blocks_or_attention_offload() -> None:
+    schedule = Schedule(Backend.TORCH, offload_attention=True)
+    assert check(Executor.BUNDLED, "flux", STRUCTURE, schedule).supported
+    assert "leave one of them off" in str(check(Executor.BUNDLED, "flux", STRUCTURE, schedule, swapped=True).reason)
+
+
+def test_diffusers_swaps_no_blocks() -> None:
+    assert weights_refused(Executor.BUNDLED, "blocks:4") is None
+    assert "--executor simpletuner or bundled does" in str(weights_refused(Executor.DIFFUSERS, "blocks:4"))
+
+
+def test_the_trainer_s_keys_say_where_the_weights_wait() -> None:
+    assert simpletuner(NONE, "blocks:7") == {"gradient_checkpointing": False, "musubi_blocks_to_swap": 7}
+    assert simpletuner(NONE, "ramtorch") == {"gradient_checkpointing": False, "ramtorch": True}
 
 
 def test_a_supported_interval_runs_as_it_is_without_a_note() -> None:

@@ -78,6 +78,7 @@ def profile(
         saved_movable=saved.astype(bool),
         saved_bytes=saved,
         saved_view=saved,
+        saved_weight=saved,
         **dict.fromkeys(("view_start", "view_extent", "view_bytes", "view_type"), none),
         op_at=np.arange(1, n + 1, dtype=np.int64) * 10,
         op_kind=np.array([k for k, _, _ in kernels], np.int8),

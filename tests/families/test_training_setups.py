@@ -23,8 +23,12 @@ def _schedules(_: Profile) -> list[Schedule]:
         {"adapter": "full", "optimizer": "torch-radam"},
         {"adapter": "full", "optimizer": "torch-adagrad"},
         {"adapter": "full", "optimizer": "torch-adafactor"},
+        {"dora": True},
+        {"dora": True, "rslora": True, "lora_dropout": 0.0, "rank": 4},
+        {"adapter": "loha", "rank": 4},
+        {"adapter": "lokr", "lokr_factor": 4},
     ],
-    ids=lambda r: "-".join(map(str, r.values())),
+    ids=lambda r: "-".join(f"{k}={v}" for k, v in r.items()),
 )
 def test_the_predicted_cpu_peak_is_the_profilers_and_schedules_are_bit_equal(request_: dict[str, Any]) -> None:
     workload = reduced_copy(from_request({"model": "sd3", **request_}))

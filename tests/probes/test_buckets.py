@@ -157,7 +157,7 @@ def test_what_changes_no_trace_changes_no_stored_profile() -> None:
 
 @pytest.mark.parametrize(
     ("model", "padding", "tokens"),
-    [("flux", "auto", 512), ("flux", "longest", 40), ("z_image", "auto", 40), ("z_image", "max_length", 512)],
+    [("flux", "auto", 512), ("flux", "longest", 40), ("z_image", "auto", 48), ("z_image", "max_length", 512)],
 )
 def test_a_caption_is_padded_as_the_trainer_does_or_as_asked(model: str, padding: str, tokens: int) -> None:
     assert request(model, caption_tokens=40, text_padding=padding).text_tokens == tokens

@@ -246,7 +246,9 @@ def test_a_block_that_cannot_be_compiled_runs_eagerly_and_is_named() -> None:
     assert block.linear.weight.grad is not None
 
 
-@pytest.mark.parametrize(("option", "value"), [("precision", "int8-sdnq"), ("weights_offload", "ramtorch")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("precision", "int8-sdnq"), ("weights_offload", "ramtorch"), ("weights_offload", "blocks:3")]
+)
 def test_stand_ins_are_not_compiled(option: str, value: str) -> None:
     workload = from_request({"model": "krea2", "resolution": 256, "compile": "regional", option: value})
     with pytest.raises(NotYetError, match=r"--compile regional with --.* cannot be estimated yet.*--compile none can"):

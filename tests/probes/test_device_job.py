@@ -16,8 +16,8 @@ from probes.workload import from_request, reduced_copy
 WITH_TABLES = ("kandinsky5_image", "kandinsky5_video", "lumina2", "qwen_image", "sd3", "wan", "cosmos3", "pixart")
 
 
-def _compare(name: str) -> None:
-    workload = reduced_copy(from_request({"model": name, "lora_dropout": 0.0}))
+def _compare(name: str, **more: Any) -> None:
+    workload = reduced_copy(from_request({"model": name, "lora_dropout": 0.0, **more}))
     torch.manual_seed(3)
     base: Any = build_base(workload)
     with torch.no_grad():
@@ -52,3 +52,8 @@ def test_the_output_is_that_of_the_same_weights_on_the_host(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in families() if n not in WITH_TABLES])
 def test_every_familys_output_is_that_of_the_same_weights_on_the_host(name: str) -> None:
     _compare(name)
+
+
+@pytest.mark.parametrize("more", [{"adapter": "lokr"}, {"adapter": "loha"}, {"dora": True}], ids=str)
+def test_every_adapter_works_in_it_as_in_one_from_the_host(more: dict[str, Any]) -> None:
+    _compare("sd3", **more)

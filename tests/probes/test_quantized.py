@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from probes import quantized
 from probes.quantized import StandIn, table
-from probes.workload import ESTIMATED_PRECISIONS, NOT_YET, PRECISIONS, from_request
+from probes.workload import ESTIMATED_PRECISIONS, NOT_YET, PRECISIONS, NotYetError, from_request
 
 WIDTH, ROWS = 256, 64
 FLOATS = ("bf16", "bf16-upcast", "fp16", "fp32")
@@ -86,3 +87,17 @@ def test_linears_that_the_package_skips_stay_as_they_are() -> None:
     model = nn.ModuleDict({"odd": nn.Linear(30, 64, device="meta"), "even": nn.Linear(64, 64, device="meta")})
     assert quantized.quantized_names(model, "fp8-torchao") == {"even"}
     assert quantized.quantized_names(model, "int8-quanto") == {"odd", "even"}
+
+
+def test_pytorchs_int4_product_still_has_no_derivative() -> None:
+    """Why int4-torchao is refused; the operator for CUDA is declared beside this one."""
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.zeros(64, 256, dtype=torch.int32), 2)
+    scales = torch.ones(2, 64, 2, dtype=torch.bfloat16)
+    x = torch.randn(4, 256, dtype=torch.bfloat16, requires_grad=True)
+    out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 128, scales)
+    with pytest.raises(RuntimeError, match="derivative for aten::_weight_int4pack_mm_for_cpu is not implemented"):
+        out.sum().backward()
+    declared = resources.files("torchgen").joinpath("packaged", "autograd", "derivatives.yaml").read_text()
+    assert "_weight_int4pack_mm" not in declared
+    with pytest.raises(NotYetError, match=r"int4-torchao cannot be estimated yet .* has no derivative"):
+        from_request({"model": "flux", "precision": "int4-torchao"})

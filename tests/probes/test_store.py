@@ -38,6 +38,7 @@ def make_profile(**changes: Any) -> Profile:
         saved_movable=np.array([True, False]),
         saved_bytes=np.array([7, 512], np.int64),
         saved_view=np.array([1, 0], np.int64),
+        saved_weight=np.array([2, -1], np.int64),
         view_start=np.array([0, 16], np.int64),
         view_extent=np.array([512, 2**40], np.int64),
         view_bytes=np.array([512, 7], np.int64),
@@ -65,6 +66,7 @@ def make_profile(**changes: Any) -> Profile:
         trained_shapes=(((4, 16), 4, 2),),
         input_bytes=(8, 16),
         parameters=12_345,
+        block_weights={"blocks.0": ((512, 0), (64, 1)), "blocks.1": ()},
         notes=("a note with ünicode",),
         measured={"blocks/Kind": {"saved_bytes": 5.0, "forward_seconds": 0.25}},
     )

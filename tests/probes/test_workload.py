@@ -59,8 +59,16 @@ def test_resolution_is_width_by_height() -> None:
 def test_a_caption_is_padded_to_the_familys_maximum_only_where_the_trainer_does_so() -> None:
     padded = from_request({"model": "flux", "caption_tokens": 10})
     assert (padded.caption_tokens, padded.text_tokens) == (10, 512)
-    own = from_request({"model": "z_image", "caption_tokens": 10})
+    own = from_request({"model": "flux", "caption_tokens": 10, "text_padding": "longest"})
     assert (own.caption_tokens, own.text_tokens) == (10, 10)
+
+
+@pytest.mark.parametrize(("caption", "tokens"), [(10, 41), (225, 256), (240, 256), (None, 256)])
+def test_the_tokens_of_a_prompt_template_come_on_top_of_the_caption_up_to_the_familys_maximum(
+    caption: int | None, tokens: int
+) -> None:
+    request = {"model": "lumina2"} if caption is None else {"model": "lumina2", "caption_tokens": caption}
+    assert from_request(request).text_tokens == tokens
 
 
 def test_whole_numbers_may_come_as_floats_as_json_writers_do() -> None:
@@ -321,6 +329,8 @@ CHANGED: dict[str, Any] = {
     "weights_offload": "ramtorch",
     "lokr_factor": 4,
     "lokr_full_matrix": True,
+    "dora": True,
+    "rslora": True,
 }
 
 

@@ -474,3 +474,31 @@ def test_the_structure_that_is_found_names_attention() -> None:
 
 if __name__ == "__main__":
     _rank(int(sys.argv[3]), sys.argv[1], bool(int(sys.argv[2])))
+
+
+def test_group_offload_brings_weights_in_for_recomputation_and_never_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why it is not planned for (`probes.workload.GROUP_OFFLOAD`)."""
+    from diffusers.hooks import apply_group_offloading
+    from diffusers.hooks.group_offloading import ModuleGroup
+
+    moves: list[tuple[str, bool]] = []
+
+    def watch(name: str) -> None:
+        original = getattr(ModuleGroup, name)
+
+        def move(group: Any) -> None:
+            moves.append((name, torch._C._current_graph_task_id() != -1))
+            original(group)
+
+        monkeypatch.setattr(ModuleGroup, name, move)
+
+    watch("onload_")
+    watch("offload_")
+    case = REAL["sd3"]()
+    apply_group_offloading(case.model, torch.device("cpu"), torch.device("cpu"), "block_level", num_blocks_per_group=1)
+    case.model.enable_gradient_checkpointing()  # type: ignore[operator]
+    moves.clear()
+    step(case.model, case.inputs(case.size))
+    assert moves.count(("offload_", False)) >= 4
+    assert moves.count(("onload_", True)) == 4
+    assert ("offload_", True) not in moves
