@@ -191,12 +191,14 @@ class Placement:
     def _wrapped(self, resolution: Resolution) -> Iterator[tuple[int, int]]:
         """What the executor's hooks are around: the attention modules, or their blocks up to the end of attention."""
         calls = self.tape.calls
+        if not resolution.attention_from_block:
+            for name in resolution.offloaded_attention:
+                yield from ((call.start, call.end) for call in calls.get(name, ()))
+            return
         for name, block in zip(resolution.offloaded_attention, resolution.attention_blocks, strict=True):
             for call in calls.get(name, ()):
-                start = call.start
-                if resolution.attention_from_block:
-                    start = max((b.start for b in calls.get(block, ()) if b.start <= start < b.end), default=start)
-                yield start, call.end
+                around = (b.start for b in calls.get(block, ()) if b.start <= call.start < b.end)
+                yield max(around, default=call.start), call.end
 
     def _kernel_saves(self) -> Flags:
         """What attention kernels themselves save: the unbroken runs of saved tensors just before and just after each."""
