@@ -37,8 +37,8 @@ _TEXTS = (
     "objective",
     "text_padding",
 )
-_FLAGS = ("fuse_qkv", "lokr_full_matrix", "cfg_batch", "dora", "rslora")
-_NUMBERS = ("vram", "headroom", "host_ram", "lokr_factor")
+_FLAGS = ("fuse_qkv", "lokr_full_matrix", "cfg_batch", "dora", "rslora", "ema", "master_weights")
+_NUMBERS = ("vram", "headroom", "host_ram", "lokr_factor", "accumulate")
 
 
 class RequestError(ValueError):

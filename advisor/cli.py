@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from advisor import options
 from advisor.interruption import terminated_cleanly
-from probes.workload import EXECUTORS, WorkloadError
+from probes.workload import EXECUTORS, MAX_ACCUMULATE, WorkloadError
 
 if TYPE_CHECKING:
     from advisor.api import Plan, Session
@@ -36,7 +36,6 @@ _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ 
 
 DONE, NOTHING_FITS, BAD_USAGE, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
 MAX_STEPS = 10_000_000
-MAX_ACCUMULATE = 100_000
 MAX_LR = 1000.0
 FULL_TIER_GB = 24
 """The memory tier whose whole table is shown when no device is known."""
@@ -237,6 +236,9 @@ def advise(
     lora_dropout: options.LoraDropout = None,
     dora: options.Dora = False,
     rslora: options.RsLora = False,
+    accumulate: options.Accumulate = None,
+    ema: options.Ema = False,
+    master_weights: options.MasterWeights = False,
     lokr_factor: options.LokrFactor = None,
     lokr_full_matrix: options.LokrFullMatrix = False,
     precision: options.Precision = None,
@@ -564,6 +566,9 @@ def probe(
     lora_dropout: options.LoraDropout = None,
     dora: options.Dora = False,
     rslora: options.RsLora = False,
+    accumulate: options.Accumulate = None,
+    ema: options.Ema = False,
+    master_weights: options.MasterWeights = False,
     lokr_factor: options.LokrFactor = None,
     lokr_full_matrix: options.LokrFullMatrix = False,
     precision: options.Precision = None,
@@ -725,6 +730,9 @@ def largest_that_fits(
     lora_dropout: options.LoraDropout = None,
     dora: options.Dora = False,
     rslora: options.RsLora = False,
+    accumulate: options.Accumulate = None,
+    ema: options.Ema = False,
+    master_weights: options.MasterWeights = False,
     lokr_factor: options.LokrFactor = None,
     lokr_full_matrix: options.LokrFullMatrix = False,
     precision: options.Precision = None,

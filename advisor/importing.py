@@ -127,7 +127,7 @@ _KEYS = {
     "--alpha": "lora_alpha", "--lora-dropout": "lora_dropout", "--precision": "base_model_precision", "--adapter": "model_type",
     "--optimizer": "optimizer", "--resolution": "resolution", "--fuse-qkv": "fuse_qkv_projections",
     "--weights-offload ramtorch": "ramtorch", "--weights-offload": "musubi_blocks_to_swap",
-    "--dora": "use_dora", "--rslora": "use_rslora",
+    "--accumulate": "gradient_accumulation_steps", "--dora": "use_dora", "--rslora": "use_rslora",
 }  # fmt: skip
 """The configuration's keys behind the command's options."""
 
@@ -168,9 +168,8 @@ def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any])
         request["fuse_qkv"] = True
     _weights_offload(values, request, notes)
     if (steps := values.get("gradient_accumulation_steps")) not in (None, "", 1, "1"):
-        notes.append(
-            f"gradient_accumulation_steps {_shown(steps)}: does not raise the peak; a step here is one forward and backward"
-        )
+        request["accumulate"] = _number(steps)
+        notes.append(f"gradient_accumulation_steps {_shown(steps)}: step times here are of one batch")
     notes += [f"{k} is on and is not taken into account" for k in _MEMORY if not _is_off(values.get(k))]
     if not _is_off(values.get("enable_group_offload")):
         notes.append(f"enable_group_offload is on and is not planned for: {GROUP_OFFLOAD}")

@@ -35,7 +35,7 @@ OBJECTIVES = ("ladder", "fastest", "smallest", "optimum")
 MAX_GIB = 65536.0
 
 NUMBERS = (
-    "frames", "seconds", "references", "batch", "caption_tokens", "rank", "alpha", "lora_dropout", "lokr_factor",
+    "frames", "seconds", "references", "batch", "caption_tokens", "rank", "alpha", "lora_dropout", "lokr_factor", "accumulate",
     "aspect_buckets", "bucket_step",
 )  # fmt: skip
 """The request's keys whose values are numbers."""
@@ -235,6 +235,34 @@ RsLora = Annotated[
         panel=TRAINING,
         metavar=None,
         text="LoRA scaled by alpha / sqrt(rank); only with --adapter lora; costs nothing. Default: off.",
+    ),
+]
+Accumulate = Annotated[
+    str | None,
+    _option(
+        "--accumulate",
+        panel=TRAINING,
+        metavar="N",
+        text="Batches whose gradients are added up for one step of the optimizer. From 2 on the gradients are there all the time. "
+        "Default: 1.",
+    ),
+]
+Ema = Annotated[
+    bool,
+    _option(
+        "--ema",
+        panel=TRAINING,
+        metavar=None,
+        text="Keep a running average (EMA) of what is trained on the card. Default: off.",
+    ),
+]
+MasterWeights = Annotated[
+    bool,
+    _option(
+        "--master-weights",
+        panel=TRAINING,
+        metavar=None,
+        text="--adapter full trains float32 weights under autocast (mixed precision) instead of weights in --precision. Default: off.",
     ),
 ]
 LokrFactor = Annotated[
@@ -502,9 +530,9 @@ def without_effect(given: Mapping[str, Any], workload: Workload) -> tuple[str, .
     """A sentence for each option that was given although it does nothing for this workload."""
     lora, lokr = ("lora_dropout", "dora", "rslora"), ("lokr_factor", "lokr_full_matrix")
     does_nothing = {
-        "lora": lokr,
-        "lokr": (*lora, *(("rank", "alpha") if workload.lokr_full_matrix else ())),
-        "loha": (*lora, *lokr),
+        "lora": (*lokr, "master_weights"),
+        "lokr": (*lora, "master_weights", *(("rank", "alpha") if workload.lokr_full_matrix else ())),
+        "loha": (*lora, *lokr, "master_weights"),
         "full": ("rank", "alpha", "lora_targets", *lora, *lokr),
     }
     caption = () if given.get("caption_tokens") is None else _padded(workload)

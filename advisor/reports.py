@@ -168,9 +168,11 @@ def workload_lines(w: Workload) -> list[str]:
     if len(w.buckets) > 1:
         parts[1] += f" (of {len(w.buckets)} buckets)"
     parts += [f"batch {w.batch}{' x 2 (guidance)' if w.cfg_batch else ''}", f"{w.text_tokens} text tokens"]
+    if w.accumulate > 1:
+        parts.append(f"{w.accumulate} batches a step")
     shape = ", ".join(parts)
     if w.adapter == "full":
-        trained = "full fine-tune"
+        trained = f"full fine-tune{', float32 weights' if w.master_weights else ''}"
     else:
         factor = (
             f", factor {w.lokr_factor}{', full matrix' if w.lokr_full_matrix else ''}" if w.adapter == "lokr" else ""
@@ -179,7 +181,8 @@ def workload_lines(w: Workload) -> list[str]:
         if w.adapter == "lora":
             kind += f"{' with DoRA' if w.dora else ''}{', rank-stabilised,' if w.rslora else ''}"
         trained = f"{kind} rank {w.rank}, alpha {w.alpha:g}{factor}, dropout {w.lora_dropout:g} on {', '.join(w.lora_targets)}"
-    return [shape, f"{trained}; base {w.precision}, {w.optimizer}, attention {w.attention}"]
+    average = ", EMA" if w.ema else ""
+    return [shape, f"{trained}; base {w.precision}, {w.optimizer}{average}, attention {w.attention}"]
 
 
 def _device_line(plan: Plan) -> str:

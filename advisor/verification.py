@@ -34,7 +34,7 @@ from probes import store
 from probes.build import Job, device_job, real_job
 from probes.cpu_memory import profiled_peak, resident_bytes
 from probes.profile import Profile
-from probes.step import forward_loss, make_optimizer, runs_as_named, train_step
+from probes.step import gradient_pass, make_optimizer, runs_as_named, train_step
 from probes.target import Target
 from probes.traced import trace
 from probes.workload import Workload, reduced_copy
@@ -260,23 +260,25 @@ def _verify_cpu(
     parameters = [p for _, p in job.trainable()]
     optimizer = make_optimizer(workload.optimizer, parameters)
     say("checking the numbers against a run without a schedule")
-    reference = _loss_and_gradients(job, parameters)
+    reference = _loss_and_gradients(job, parameters, workload.accumulate)
     with apply(job.model, schedule, structure=profile.structure, swap_blocks=workload.swapped_blocks) as handle:
-        scheduled = _loss_and_gradients(job, parameters)
+        scheduled = _loss_and_gradients(job, parameters, workload.accumulate)
         exact = _equal(reference, scheduled)
         del reference, scheduled
-        losses = [float(train_step(job, optimizer)) for _ in range(WARM_UP)]
+        losses = [float(train_step(job, optimizer, workload.accumulate)) for _ in range(WARM_UP)]
         say("measuring memory")
-        peak = profiled_peak(lambda: train_step(job, optimizer), resident_bytes(job, optimizer)).peak
+        peak = profiled_peak(
+            lambda: train_step(job, optimizer, workload.accumulate), resident_bytes(job, optimizer)
+        ).peak
         seconds = []
         for i in range(steps):
             say(f"step {i + 1} of {steps}")
             start = time.perf_counter()
-            losses.append(float(train_step(job, optimizer)))
+            losses.append(float(train_step(job, optimizer, workload.accumulate)))
             seconds.append(time.perf_counter() - start)
         counters = dataclasses.asdict(handle.counters)
         notes += handle.notes
-    measured = {"peak": float(peak), "reserved": None, "step_seconds": statistics.median(seconds)}
+    measured = {"peak": float(peak), "reserved": None, "step_seconds": statistics.median(seconds) / workload.accumulate}
     return _receipt(
         workload,
         schedule,
@@ -294,12 +296,15 @@ def _verify_cpu(
 def _verify_cuda(
     workload: Workload, schedule: Schedule, steps: int, pretrained: str | None, say: Callable[[str], None]
 ) -> Receipt:
+    notes: list[str] = []
+    if workload.ema:
+        notes.append("the run keeps no running average, and the prediction that it is compared with counts none")
+    workload = dataclasses.replace(workload, ema=False, accumulate=min(workload.accumulate, 2))  # more need no more
     properties = torch.cuda.get_device_properties(0)
     gpu = devices.detected_gpu(properties.name, properties.total_memory, (properties.major, properties.minor))
     say("tracing")
     profile = trace(workload, Target("cuda", (properties.major, properties.minor), workload.attention))
     estimate = Estimator(profile, gpu, Semantics()).estimate(schedule)
-    notes: list[str] = []
     if not runs_as_named(workload.optimizer):
         workload = dataclasses.replace(workload, optimizer="adamw")
         estimate = Estimator(dataclasses.replace(profile, workload=workload), gpu, Semantics()).estimate(schedule)
@@ -314,14 +319,14 @@ def _verify_cuda(
     parameters = [p for _, p in job.trainable()]
     optimizer = make_optimizer(workload.optimizer, parameters)
     with apply(job.model, schedule, structure=profile.structure, swap_blocks=workload.swapped_blocks) as handle:
-        losses = [float(train_step(job, optimizer)) for _ in range(WARM_UP)]
+        losses = [float(train_step(job, optimizer, workload.accumulate)) for _ in range(WARM_UP)]
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         seconds = []
         for i in range(steps):
             say(f"step {i + 1} of {steps}")
             start = time.perf_counter()
-            losses.append(float(train_step(job, optimizer)))
+            losses.append(float(train_step(job, optimizer, workload.accumulate)))
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
         counters = dataclasses.asdict(handle.counters)
@@ -329,7 +334,7 @@ def _verify_cuda(
     measured = {
         "peak": float(torch.cuda.max_memory_allocated()),
         "reserved": float(torch.cuda.max_memory_reserved()),
-        "step_seconds": statistics.median(seconds),
+        "step_seconds": statistics.median(seconds) / workload.accumulate,
     }
     return _receipt(workload, schedule, gpu.name, steps, estimate, measured, None, losses, counters, notes)
 
@@ -365,18 +370,18 @@ def compare_on_cpu(workload: Workload, schedules: Callable[[Profile], Sequence[S
         compile_blocks(job.model, profile.structure, "cpu")
     parameters = [p for _, p in job.trainable()]
     optimizer = make_optimizer(workload.optimizer, parameters)
-    train_step(job, optimizer)
+    train_step(job, optimizer, workload.accumulate)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     resident = resident_bytes(job, optimizer)
-    reference = _loss_and_gradients(job, parameters)
+    reference = _loss_and_gradients(job, parameters, workload.accumulate)
     found = []
     gradients: list[torch.Tensor | None] = []
     losses: list[torch.Tensor] = []
 
     def step() -> None:
         torch.manual_seed(SEED)
-        losses.append(train_step(job, optimizer))
+        losses.append(train_step(job, optimizer, workload.accumulate))
 
     # the step drops its gradients at its very end, so holding them here does not change its peak
     keeping = optimizer.register_step_pre_hook(lambda *_: gradients.extend(p.grad for p in parameters))
@@ -420,14 +425,13 @@ def cpu_clock(profile: Profile) -> tuple[Device, Clock]:
 Gradients = tuple[torch.Tensor, list[torch.Tensor | None]]
 
 
-def _loss_and_gradients(job: Job, parameters: list[torch.nn.Parameter]) -> Gradients:
+def _loss_and_gradients(job: Job, parameters: list[torch.nn.Parameter], accumulate: int) -> Gradients:
     torch.manual_seed(SEED)
-    loss = forward_loss(job)
-    loss.backward()
+    loss = gradient_pass(job, accumulate)
     gradients = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None
-    return loss.detach(), gradients
+    return loss, gradients
 
 
 def _equal(a: Gradients, b: Gradients) -> bool:

@@ -1,8 +1,9 @@
 """Everything that `docs/accuracy.md` says, measured anew. Prints the page; with --write it replaces it, and `data/calibration.json`.
 
-    python benchmarks/accuracy.py [--write] [--skip-cpu]
+    python benchmarks/accuracy.py [--write] [--skip-cpu] [--tools]
 
-Two parts: CPU runs of reduced copies against PyTorch's profiler, and the published GPU measurements in `data/measured.csv`.
+Three parts: CPU runs of reduced copies against PyTorch's profiler, the published GPU measurements in `data/measured.csv`, and other
+estimators on some of these (`other_tools.py`; kept as they are unless asked for).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import other_tools
 from cpu_accuracy import compare, table
 
 from advisor.calibrating import case_of, synthetic_cases
@@ -27,6 +29,7 @@ from probes.catalogue import families
 ROOT = Path(__file__).parents[1]
 CPU_MODELS = ("flux", "sd3", "wan", "sdxl", "z_image")
 CPU_START, CPU_END = "<!-- CPU runs -->", "<!-- end of CPU runs -->"
+TOOLS_START, TOOLS_END = "<!-- other tools -->", "<!-- end of other tools -->"
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -172,19 +175,25 @@ def _calibration(found: Calibration) -> list[str]:
     return out
 
 
+def kept(page: str, start: str, end: str) -> str:
+    """A marked section of the page as it is."""
+    return page.partition(start)[2].partition(end)[0].strip() or "Not run."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/accuracy.md and data/calibration.json")
     parser.add_argument(
         "--skip-cpu", action="store_true", help="only the published rows; keeps the CPU table of docs/accuracy.md"
     )
+    parser.add_argument("--tools", action="store_true", help="ask the other estimators anew (a quarter of an hour)")
     args = parser.parse_args()
     gpu, found = published()
     page = (ROOT / "docs" / "accuracy.in.md").read_text()
+    old = (ROOT / "docs" / "accuracy.md").read_text()
     cpu: list[str] = []
     if args.skip_cpu:
-        old = (ROOT / "docs" / "accuracy.md").read_text()
-        cpu = [old.partition(CPU_START)[2].partition(CPU_END)[0].strip() or "Not run."]
+        cpu = [kept(old, CPU_START, CPU_END)]
     else:
         results = {}
         for model in CPU_MODELS if len(families()) > len(CPU_MODELS) else families():
@@ -198,7 +207,9 @@ def main() -> None:
             "",
             *table(results),
         ]
-    page = page.replace("{{cpu}}", "\n".join(cpu)).replace("{{published}}", "\n".join(gpu))
+    tools = other_tools.measured() if args.tools else [kept(old, TOOLS_START, TOOLS_END)]
+    for mark, lines in (("{{cpu}}", cpu), ("{{published}}", gpu), ("{{tools}}", tools)):
+        page = page.replace(mark, "\n".join(lines))
     print(page)
     if args.write:
         (ROOT / "docs" / "accuracy.md").write_text(page)

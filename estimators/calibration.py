@@ -18,7 +18,7 @@ from typing import Any
 
 import platformdirs
 
-from probes import resources
+from probes import resources, store
 from probes.profile import Profile
 from probes.tape import CONVOLUTION
 from probes.workload import FLOAT_PRECISIONS, LYCORIS, Workload
@@ -294,10 +294,14 @@ def packaged() -> Calibration:
     return Calibration.from_json(json.loads(resources.text("calibration.json")))
 
 
+MOST_BYTES = 64 << 20
+"""No calibration is larger; the packaged one has some KiB."""
+
+
 @cache
 def _own(path: Path, modified: int) -> Calibration:
     try:
-        return Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Calibration.from_json(json.loads(store.read_file(path, MOST_BYTES)))
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise CalibrationError(f"{path}: {str(error).splitlines()[0]}") from None
 

@@ -228,13 +228,22 @@ class Estimator:
         return Resident(
             weights=total(frozen) + (total(trained) if is_full else 0),
             adapter=0 if is_full else total(trained),
-            optimizer=total(optimizers.state_sizes(optimizer, p.trained_shapes, on_cpu=self.on_cpu)),
+            optimizer=total(
+                [*optimizers.state_sizes(optimizer, p.trained_shapes, on_cpu=self.on_cpu), *self._averages]
+            ),
             inputs=total([(b, 1) for b in p.input_bytes]),
             workspace=self.device.workspace_bytes,
             optimizer_transient=optimizers.step_transient(optimizer, p.trained_shapes, on_cpu=self.on_cpu),
             device_is_host=self.on_cpu,
+            gradients_held=p.workload.accumulate > 1,
             swap=self.swap,
         )
+
+    @property
+    def _averages(self) -> list[tuple[int, int]]:
+        """(bytes, how many) of the running averages of what is trained."""
+        p = self.profile
+        return [(n * size, count) for n, size, count in p.trained_sizes] if p.workload.ema else []
 
     @property
     def capacity(self) -> int:
@@ -339,7 +348,9 @@ class Estimator:
             return memory.peak, False, []
         what = schedule.name if schedule.actions is None else ",".join(schedule.actions)
         swap = "" if self.swap is None else f"{len(self.swap.blocks)} swapped "
-        key = f"{what}|{self.semantics}|{swap}{self.profile.workload.optimizer}|{self.resident.workspace}"
+        w = self.profile.workload
+        beside = f"{'accumulated ' if w.accumulate > 1 else ''}{'averaged ' if w.ema else ''}"
+        key = f"{what}|{self.semantics}|{swap}{beside}{w.optimizer}|{self.resident.workspace}"
         notes = []
         reserved = self.reserved_cache.get(key)
         if reserved is None or reserved < memory.peak:
@@ -367,7 +378,7 @@ class Estimator:
         sizes: list[int] = []
         for size, count in itertools.chain(*self._weights):
             sizes += [size] * count
-        for size, count in optimizers.state_sizes(p.workload.optimizer, p.trained_shapes):
+        for size, count in [*optimizers.state_sizes(p.workload.optimizer, p.trained_shapes), *self._averages]:
             sizes += [size] * count
         sizes += [*p.input_bytes, *self.device.workspaces]
         resident = np.array(sizes, np.int64)

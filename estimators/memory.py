@@ -78,6 +78,8 @@ class Resident:
     """Extra at the optimizer step."""
     device_is_host: bool
     """A CPU run: host copies count as device memory."""
+    gradients_held: bool = False
+    """Gradients of earlier batches are there from the start (accumulation)."""
     swap: Swap | None = None
     """Blocks whose weights come and go; `weights` and `adapter` do not count them (on a CPU, they count what waits on the host)."""
 
@@ -149,7 +151,7 @@ class Replay:
         self.counted = counted
         self.size = counted(profile.tape.size)
         self.gradient = (profile.tape.death >= NEVER) & (profile.tape.birth >= profile.tape.backward_start)
-        self._known: dict[tuple[Resolution, int, bool, Swap | None], tuple[Memory, Resident]] = {}
+        self._known: dict[tuple[Resolution, int, bool, bool, Swap | None], tuple[Memory, Resident]] = {}
 
     def run(self, resolution: Resolution, resident: Resident) -> Memory:
         """Simulates one step, once for all devices: what is resident during the whole step only adds to it.
@@ -157,7 +159,13 @@ class Replay:
         Raises:
             SimulationError: the resolution does not belong to this profile.
         """
-        key = (resolution, resident.optimizer_transient, resident.device_is_host, resident.swap)
+        key = (
+            resolution,
+            resident.optimizer_transient,
+            resident.device_is_host,
+            resident.gradients_held,
+            resident.swap,
+        )
         if key not in self._known:
             self._known[key] = _Step(self, resolution, resident).memory(), resident
         found, before = self._known[key]
@@ -236,7 +244,14 @@ class _Step:
         for copy in self._copied:
             if copy.is_original:
                 gone[copy.storage] = max(gone[copy.storage], copy.copied)
-        self.device.add(p.new(t.birth), gone, self.size)
+        born = p.new(t.birth)
+        if self.resident.gradients_held:
+            # a new gradient is added to the one that is there, then goes
+            added = self.replay.gradient
+            gone = np.where(added, born + 1, gone)
+            held = self.size[added]
+            self.device.add(np.zeros_like(held), np.full_like(held, NEVER), held)
+        self.device.add(born, gone, self.size)
 
     def _pair(self, unit: Ints, storage: Ints) -> Ints:
         """One number for a unit and a storage."""
@@ -384,7 +399,8 @@ class _Step:
         else:
             phase = "forward" if at < int(p.new(np.array([t.backward_start]))[0]) else "backward"
             alive = (p.new(t.birth) <= at) & (p.new(self.death) > at)
-            gradients = int(self.size[alive & self.replay.gradient].sum())
+            there = self.replay.gradient if resident.gradients_held else alive & self.replay.gradient
+            gradients = int(self.size[there].sum())
             saved = int(self.size[alive & (p.new(t.death) <= at)].sum())
         here = [w for w in (self.swapped.lives if self.swapped else ()) if w.birth <= moment < w.death]
         swapped, adapters = self._bytes([w for w in here if not w.trained]), self._bytes([w for w in here if w.trained])

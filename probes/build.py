@@ -261,7 +261,8 @@ def parameter_dtype(
     half = autocast_dtype(workload)
     if not tensor.is_floating_point() or half is None:
         return tensor.dtype
-    if workload.adapter != "full" and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+    trains = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    if trains and (workload.adapter != "full" or workload.master_weights):
         return trained
     return torch.float32 if is_kept_float32(model, name) else half
 

@@ -72,13 +72,26 @@ def cross_entropy(
     return (every * weights).sum() / weights.sum().clamp(min=1)
 
 
-def train_step(job: Job, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Forward, backward, optimizer step, gradients dropped. Returns the detached loss (float32 scalar)."""
-    loss = forward_loss(job)
-    loss.backward()
+def gradient_pass(job: Job, accumulate: int = 1) -> torch.Tensor:
+    """Forward and backward, `accumulate` times, the gradients of their mean loss added up. Returns that loss (float32 scalar)."""
+    total: torch.Tensor | None = None
+    for _ in range(accumulate):
+        loss = forward_loss(job)
+        if accumulate > 1:
+            loss = loss / accumulate
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+        del loss
+    assert total is not None
+    return total
+
+
+def train_step(job: Job, optimizer: torch.optim.Optimizer, accumulate: int = 1) -> torch.Tensor:
+    """`gradient_pass`, optimizer step, gradients dropped. Returns the detached loss (float32 scalar)."""
+    loss = gradient_pass(job, accumulate)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return loss
 
 
 _OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

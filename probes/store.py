@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import importlib.metadata
 import io
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -97,6 +99,25 @@ def key(workload: Workload, target: str, source: str) -> str:
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     name = re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII).lstrip(".")
     return f"{name[:80]}-{digest[:24]}"
+
+
+MOST_BYTES = 1 << 30
+"""No file of the cache is larger; a profile has a few MiB."""
+
+
+def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+    """A regular file's content. Never waits: not for the other end of a pipe, nor for a device without end.
+
+    Raises:
+        OSError: it cannot be read, is a folder, pipe or device, or holds more than `most` bytes.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if found.st_size > most:
+            raise OSError(errno.EFBIG, f"larger than {most / 2**20:.0f} MiB", str(path))
+        return file.read(most + 1)
 
 
 def atomic_write(path: Path, content: bytes) -> None:
@@ -314,7 +335,7 @@ def get(
     path = cache_folder() / f"{key(workload, target, source)}.npz"
     if not refresh and path.exists():
         try:
-            stored = from_bytes(path.read_bytes())
+            stored = from_bytes(read_file(path))
             return dataclasses.replace(stored, workload=workload)
         except (ValueError, OSError) as error:
             warn(f"the stored profile {path} is not readable ({error}); it is rebuilt")
@@ -332,7 +353,7 @@ def stored(workload: Workload, target: str, source: str) -> Profile | None:
     """The stored profile, None when there is none or it is unreadable."""
     path = cache_folder() / f"{key(workload, target, source)}.npz"
     try:
-        return dataclasses.replace(from_bytes(path.read_bytes()), workload=workload)
+        return dataclasses.replace(from_bytes(read_file(path)), workload=workload)
     except (OSError, ValueError):
         return None
 
@@ -345,7 +366,7 @@ def read_small(name: str, warn: Callable[[str], None] = lambda _: None) -> dict[
     """
     path = cache_folder() / name
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_file(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError):

@@ -77,6 +77,7 @@ MAX_FRAMES = 4096
 MAX_BATCH = 4096
 MAX_RANK = 65536
 MAX_BUCKETS = 512
+MAX_ACCUMULATE = 100_000
 MOST_BLOCKS = 999_999
 """Of ``blocks:N``; more than any model has."""
 GROUP_OFFLOAD = (
@@ -134,6 +135,12 @@ class Workload:
     """LoRA with a trained length for each row of a weight (PEFT's ``use_dora``)."""
     rslora: bool = False
     """LoRA scaled by alpha / sqrt(rank) (PEFT's ``use_rslora``)."""
+    accumulate: int = 1
+    """Batches whose gradients are added up for one step of the optimizer."""
+    ema: bool = False
+    """A running average of what is trained is kept on the device."""
+    master_weights: bool = False
+    """``full`` trains float32 weights under autocast; else weights in `precision`."""
     config_json: str = ""
     """Constructor arguments as JSON text, where they come from given weights instead of the catalogue."""
     sheet_json: str = ""
@@ -179,6 +186,8 @@ class Workload:
             optimizer="",
             alpha=0.0,
             rslora=False,
+            accumulate=1,
+            ema=False,
             caption_tokens=0,
             text_padding="auto",
             buckets=(),
@@ -456,6 +465,9 @@ REQUEST_KEYS = (
     "lora_dropout",
     "dora",
     "rslora",
+    "accumulate",
+    "ema",
+    "master_weights",
     "lokr_factor",
     "lokr_full_matrix",
     "precision",
@@ -577,8 +589,16 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         text_padding=text_padding,
         dora=_yes_no("dora", get("dora", False)),
         rslora=_yes_no("rslora", get("rslora", False)),
+        accumulate=_whole("accumulate", get("accumulate", 1), MAX_ACCUMULATE),
+        ema=_yes_no("ema", get("ema", False)),
+        master_weights=_yes_no("master-weights", get("master_weights", False)),
     )
     check_supported(workload)
+    if workload.adapter == "full" and workload.master_weights:
+        if workload.precision == "fp32":
+            raise WorkloadError("--master-weights: with --precision fp32 the weights are float32 already; leave it out")
+        if workload.optimizer == "adamw_bf16":
+            raise WorkloadError("--master-weights: adamw_bf16 takes bf16 weights alone; --optimizer adamw goes with it")
     return workload
 
 
@@ -657,5 +677,7 @@ def reduced_copy(workload: Workload) -> Workload:
         precision="fp32",
         optimizer=workload.optimizer if optimizer_facts.table()[workload.optimizer].cpu else "adamw",
         attention="auto",
+        accumulate=min(workload.accumulate, 2),
+        ema=False,
         reduced=True,
     )

@@ -173,7 +173,7 @@ def run(
                 raise
             raise OutOfMemory(f"the weights of {workload.model} do not fit into the memory that is free here") from None
         trainer = _Trainer(job, workload, objective, source, plan, schedule, settings, tell, log, output)
-        if settings["accumulate"] > 1:
+        if settings["accumulate"] > 1 and plan.workload.accumulate == 1:
             held = sum(p.numel() * p.element_size() for _, p in job.trainable())
             notes.append(
                 f"with --accumulate the gradients ({held / GIB:.3f} GiB) are held while the next batch runs forward; the plan does "
@@ -264,7 +264,7 @@ def _settings(
     values = {
         "seed": before.get("seed", 0) if seed is None else seed,
         "lr": before.get("lr", DEFAULT_LR) if lr is None else lr,
-        "accumulate": before.get("accumulate", 1) if accumulate is None else accumulate,
+        "accumulate": before.get("accumulate", plan.workload.accumulate) if accumulate is None else accumulate,
     }
     for key, kind in (("seed", int), ("lr", float), ("accumulate", int)):
         if isinstance(values[key], bool) or not isinstance(values[key], (int, kind)):
@@ -335,6 +335,8 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
         notes.append(
             "the adapter is for fused projections: call fuse_qkv_projections() on a model before loading it there"
         )
+    if planned.ema:
+        notes.append("no running average is kept here (--ema): the plan counts it")
     if not runs_as_named(planned.optimizer):
         notes.append(f"the optimizer is torch.optim.AdamW with float32 states, in place of {planned.optimizer}")
     return workload

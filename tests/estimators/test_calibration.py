@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -202,3 +203,14 @@ def test_coverage_grows_with_the_band() -> None:
     shares = [fitting.coverage(made, residuals, w)[0] for w in (0.5, 1.0, 2.0, 4.0)]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+
+
+def test_an_own_calibration_that_is_a_pipe_is_left_aside_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADVISE_CACHE_DIR", str(tmp_path))
+    os.mkfifo(calibration.own_file())
+    found, warning = calibration.current()
+    assert found is calibration.packaged()
+    assert warning is not None
+    assert "not a regular file" in warning

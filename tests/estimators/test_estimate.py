@@ -143,6 +143,26 @@ def test_optimizer_state_is_what_the_optimizer_keeps_for_a_float32_adapter(profi
     assert resident.optimizer == pytest.approx(kept, rel=0.02)
 
 
+def _resident(profile: Profile, **changes: Any) -> Any:
+    changed = dataclasses.replace(profile, workload=dataclasses.replace(profile.workload, **changes))
+    return Estimator(changed, CARD, Semantics())
+
+
+def test_a_running_average_is_one_more_copy_of_what_is_trained(profile: Profile) -> None:
+    plain, averaged = (_resident(profile, ema=ema).resident for ema in (False, True))
+    assert averaged.optimizer - plain.optimizer == plain.adapter
+
+
+def test_accumulation_holds_one_set_of_gradients_however_many_batches(profile: Profile) -> None:
+    for schedule in (Schedule(), Schedule(Backend.TORCH)):
+        one, two, many = (_resident(profile, accumulate=n).estimate(schedule) for n in (1, 2, 64))
+        assert two == many
+        assert one.peak <= two.peak <= one.peak + 1.01 * 4 * profile.trained_elements
+        assert two.breakdown["gradients"] == pytest.approx(4 * profile.trained_elements, rel=0.01)
+        assert sum(two.breakdown.values()) == two.peak
+        assert one.step_seconds == two.step_seconds
+
+
 def test_with_full_training_the_trained_weights_are_weights_and_there_is_no_adapter(profile: Profile) -> None:
     full = dataclasses.replace(profile, workload=dataclasses.replace(profile.workload, adapter="full"))
     lora, resident = (Estimator(p, CARD, Semantics()).resident for p in (profile, full))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from estimators.optimizers import OptimizerError, facts, paged_bytes, state_sizes, state_tensors, step_transient
+from probes.cpu_memory import profiled_peak
 from probes.optimizer_facts import STATE, canonical, table
 from probes.step import make_optimizer, runs_as_named
 
@@ -86,6 +87,15 @@ def test_a_foreach_step_makes_copies_of_every_parameter_and_a_loop_of_the_larges
     assert step_transient("adamw", trained, on_cpu=True) == 8 * 10_000
     assert step_transient("adamw-fused", trained) == 0
     assert step_transient("came", trained) == 12 * 10_000
+
+
+def test_clipping_gradients_allocates_a_number_a_parameter_and_no_copy() -> None:
+    """Why clipping is in no estimate."""
+    parameters = [torch.nn.Parameter(torch.randn(256, 256)) for _ in range(8)]
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    peak = profiled_peak(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0), 0).peak
+    assert peak < 1024
 
 
 def test_every_row_is_well_formed_and_no_name_means_two_things() -> None:

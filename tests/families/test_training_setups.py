@@ -23,6 +23,8 @@ def _schedules(_: Profile) -> list[Schedule]:
         {"adapter": "full", "optimizer": "torch-radam"},
         {"adapter": "full", "optimizer": "torch-adagrad"},
         {"adapter": "full", "optimizer": "torch-adafactor"},
+        {"adapter": "full", "accumulate": 3},
+        {"rank": 64, "accumulate": 2},
         {"dora": True},
         {"dora": True, "rslora": True, "lora_dropout": 0.0, "rank": 4},
         {"adapter": "loha", "rank": 4},

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -413,3 +413,39 @@ def test_small_values_that_cannot_be_written_are_done_without(folder: Path) -> N
     folder.write_text("a file where the folder should be")
     store.write_small("a.json", {"x": 1})
     assert store.read_small("a.json") == {}
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(store.MOST_BYTES + 1)  # sparse
+
+
+@pytest.mark.parametrize("spoil", [_fifo, _folder, _endless, _huge])
+def test_what_is_no_ordinary_file_is_never_waited_for(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    path = tmp_path / "it"
+    spoil(path)
+    with pytest.raises(OSError, match=r"regular file|directory|larger than"):
+        store.read_file(path)
+
+
+@pytest.mark.parametrize("spoil", [_fifo, _folder, _endless, _huge])
+def test_the_cache_does_without_what_is_no_ordinary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]
+) -> None:
+    monkeypatch.setenv("ADVISE_CACHE_DIR", str(tmp_path))
+    spoil(tmp_path / "small.json")
+    told: list[str] = []
+    assert store.read_small("small.json", told.append) == {}
+    assert "is not readable; it is made anew" in told[0]

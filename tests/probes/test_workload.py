@@ -331,6 +331,9 @@ CHANGED: dict[str, Any] = {
     "lokr_full_matrix": True,
     "dora": True,
     "rslora": True,
+    "accumulate": 4,
+    "ema": True,
+    "master_weights": True,
 }
 
 
