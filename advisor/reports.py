@@ -180,7 +180,8 @@ def workload_lines(w: Workload) -> list[str]:
         kind = ADAPTER_NAMES[w.adapter]
         if w.adapter == "lora":
             kind += f"{' with DoRA' if w.dora else ''}{', rank-stabilised,' if w.rslora else ''}"
-        trained = f"{kind} rank {w.rank}, alpha {w.alpha:g}{factor}, dropout {w.lora_dropout:g} on {', '.join(w.lora_targets)}"
+        dropout = f", dropout {w.lora_dropout:g}" if w.adapter == "lora" else ""
+        trained = f"{kind} rank {w.rank}, alpha {w.alpha:g}{factor}{dropout} on {', '.join(w.lora_targets)}"
     average = ", EMA" if w.ema else ""
     return [shape, f"{trained}; base {w.precision}, {w.optimizer}{average}, attention {w.attention}"]
 
