@@ -146,8 +146,16 @@ def _run(args: list[str]) -> int:
 
 
 def _complain(text: str) -> None:
+    """One line; on a terminal it is broken between words, not in them."""
+    line = f"advise: error: {text}"
     with contextlib.suppress(OSError):
-        print(f"advise: error: {text}", file=sys.stderr)
+        if sys.stderr.isatty():
+            import shutil
+            import textwrap
+
+            width = max(40, shutil.get_terminal_size().columns)
+            line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        print(line, file=sys.stderr)
 
 
 def _silence_stdout() -> None:
@@ -502,7 +510,12 @@ def _batch(lines: Any) -> int:
 @app.command(cls=_Command)
 def models(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One model, in detail.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="One model, in detail: a name of the list, ORG/NAME or ./FOLDER with a diffusers config.json.",
+            show_default=False,
+        ),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -512,7 +525,10 @@ def models(
     if name is not None:
         if not name:
             raise WorkloadError("NAME '' is not a model; valid: " + ", ".join(catalogue.families()))
-        family = catalogue.find(name)
+        from probes import hub
+        from probes.workload import from_request
+
+        family = from_request({"model": name}).family if hub.is_outside(name) else catalogue.find(name)
         from advisor import reports
 
         if as_json:

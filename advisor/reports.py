@@ -574,6 +574,7 @@ def model_json(f: Family) -> dict[str, Any]:
         "executors": _executors_json(f, f.default_variant),
         "variant_executors": {v: _executors_json(f, v) for v in _other_rows(f)},
         "source": f.source,
+        "notes": list(f.notes),
     }
 
 
@@ -687,6 +688,8 @@ def draw_model(f: Family, console: Console) -> None:
     _draw_executors(f, f.default_variant, "Checkpointing", console)
     for variant in _other_rows(f):
         _draw_executors(f, variant, f"Checkpointing of {variant}", console, besides=f.default_variant)
+    for note in f.notes:
+        console.print(f"note: {note}")
 
 
 def _draw_executors(f: Family, variant: str, title: str, console: Console, besides: str | None = None) -> None:
