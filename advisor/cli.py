@@ -261,6 +261,11 @@ def advise(
     vram: options.Vram = None,
     headroom: options.Headroom = None,
     host_ram: options.HostRam = None,
+    resident_gib: options.ResidentGib = None,
+    validation_resolution: options.ValidationResolution = None,
+    validation_frames: options.ValidationFrames = None,
+    validation_samples: options.ValidationSamples = None,
+    os_name: options.OsName = None,
     as_json: options.AsJson = False,
     export: options.ExportFile = None,
     plan: options.PlanFile = None,
@@ -278,7 +283,9 @@ def advise(
     given = [name for name in ctx.params if str(getattr(ctx.get_parameter_source(name), "name", "")) == "COMMANDLINE"]
     if ctx.invoked_subcommand is not None:
         if given:
-            spelling = {"as_json": "json", "buckets": "bucket"}.get(given[0], given[0].replace("_", "-"))
+            spelling = {"as_json": "json", "buckets": "bucket", "os_name": "os"}.get(
+                given[0], given[0].replace("_", "-")
+            )
             option = f"--{spelling}"
             raise _UsageError(f"{option} goes after the command {ctx.invoked_subcommand!r}, or without a command")
         return
@@ -322,7 +329,8 @@ def _answer(params: Mapping[str, Any]) -> int:
     headroom = options.gib("headroom", options.number(_given(params["headroom"], "0")))
     host_ram = None if params["host_ram"] is None else options.gib("host-ram", options.number(params["host_ram"]))
     vram = None if params["vram"] is None else options.number(params["vram"])
-    device = options.device(params["gpu"], vram, detect_gpu)
+    own = params["gpu"] is None and vram is None
+    device = options.on_system(options.device(params["gpu"], vram, detect_gpu), params["os_name"], own=own)
     files = _output_files(params)
     if device is None and files:
         raise WorkloadError(
@@ -338,6 +346,8 @@ def _answer(params: Mapping[str, Any]) -> int:
 
     ignored = options.without_effect(request, workload)
     if device is None:
+        if params["os_name"] is not None:
+            ignored = (*ignored, "--os has no effect without a card (--gpu, --vram)")
         return _answer_tiers(plan_for, ignored, as_json=params["as_json"])
     answer = plan_for(device)
     if answer.recommended is None:

@@ -255,6 +255,8 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True, near: Nearest 
                     "SimpleTuner's block swap keeps blocks on the card in backward and needs more memory than this plan; "
                     "--executor simpletuner plans for it."
                 )
+    for phase in plan.phases:
+        console.print(f"Beside the training step, {phase.text}.")
     console.print()
     _print_table(schedule_table(plan), console)
     shown = best or min((e for e in plan.schedules if e.supported), key=lambda e: e.peak, default=None)

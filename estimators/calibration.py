@@ -261,7 +261,7 @@ def job_kind(profile: Profile) -> str:
 
 def kind(workload: Workload, *, convolutional: bool) -> str:
     """The kind of job, for a model of which it is known whether convolutions are a good part of its work."""
-    if workload.weights_offload != "none":
+    if workload.weights_offload == "ramtorch":
         return "offloaded weights"
     if workload.precision in FLOAT_PRECISIONS:
         base = "float base"
