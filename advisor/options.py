@@ -384,7 +384,7 @@ ResidentGib = Annotated[
         "--resident-gib",
         panel=DEVICE,
         metavar="GIB",
-        text="What else stays on the card the whole time (text encoder, VAE, EMA), in GiB: it counts in every peak. Default: 0.",
+        text="What else stays on the card the whole time (text encoder, VAE), in GiB: it counts in every peak. Default: 0.",
     ),
 ]
 ValidationResolution = Annotated[

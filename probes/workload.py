@@ -150,7 +150,7 @@ class Workload:
     """The complete fact sheet as JSON text, for a model outside the catalogue; else empty."""
 
     resident_gib: float = 0.0
-    """GiB of anything else that stays on the card (text encoder, VAE, EMA), as the user says."""
+    """GiB of anything else that stays on the card (text encoder, VAE), as the user says."""
     validation_resolution: str = ""
     """``WIDTHxHEIGHT`` of sampled images or videos; empty: no validation is asked about."""
     validation_frames: int = 0
