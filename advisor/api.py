@@ -20,7 +20,7 @@ from estimators.estimate import GIB, Estimate, Estimator, usable_reserved
 from estimators.memory import Replay
 from estimators.schedule import Schedule
 from probes import outside, store
-from probes.profile import Profile
+from probes.profile import FORWARD, Profile
 from probes.structure import Structure
 from probes.workload import (
     MOST_BLOCKS,
@@ -54,6 +54,40 @@ class BucketPeak:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """What a phase beside the training step needs. Bytes."""
+
+    name: str
+    what: str
+    """Its shape, for people."""
+    estimate: Estimate
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        e = self.estimate
+        parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in e.breakdown.items() if value)
+        return (
+            f"{self.name}: {self.what}: peak {e.peak / GIB:.2f} GiB allocated, {e.device / GIB:.2f} GiB on the device, "
+            f"{'fits' if e.fits else 'does NOT fit'} ({parts})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        entry = self.estimate.to_json()
+        kept = (
+            "peak_gib",
+            "peak_gib_low",
+            "peak_gib_high",
+            "reserved_gib",
+            "device_gib",
+            "host_gib",
+            "fits",
+            "breakdown",
+        )
+        return {"name": self.name, "what": self.what, **{k: entry[k] for k in kept}}
+
+
+@dataclass(frozen=True)
 class Plan:
     """Workload, device, estimates of every schedule, the chosen one and why."""
 
@@ -69,6 +103,9 @@ class Plan:
     versions: Mapping[str, str]
     buckets: tuple[BucketPeak, ...] = ()
     """Of the workload's buckets those that were evaluated, the worst one (which the plan is for) first. Empty: only one size."""
+
+    phases: tuple[Phase, ...] = ()
+    """Phases beside the training step that were asked about."""
 
     @property
     def recommended(self) -> Estimate | None:
@@ -116,6 +153,7 @@ class Plan:
             "warnings": list(self.warnings),
             "versions": dict(self.versions),
             **self._buckets_json(),
+            **({"phases": [p.to_json() for p in self.phases]} if self.phases else {}),
         }
 
     def _buckets_json(self) -> dict[str, Any]:
@@ -159,12 +197,14 @@ def profile_for(
     *,
     refresh: bool = False,
     progress: Callable[[], Any] = contextlib.nullcontext,
+    forward_only: bool = False,
 ) -> Profile:
     """The workload's profile for a kind of device: measured, where `advise probe` has stored one made on a card of that name;
     else traced, from the cache or now.
 
     Args:
         progress: makes a context manager that is entered only when something slow has to be done.
+        forward_only: of one forward pass without gradients.
 
     Raises:
         TraceError, WorkloadError: the model cannot be traced as asked.
@@ -178,8 +218,10 @@ def profile_for(
         with progress(), contextlib.redirect_stdout(sys.stderr):  # a model of the user's own may print
             from probes.traced import trace
 
-            return trace(workload, target)
+            return trace(workload, target, forward_only=forward_only)
 
+    if forward_only:
+        return store.get(workload, target.key(), FORWARD, build, warn, refresh=refresh)
     measured = None if refresh else store.stored(workload, target.key(), "measured")
     if measured is not None and any(name in note for name in (device.name, *device.aliases) for note in measured.notes):
         return measured
@@ -378,7 +420,14 @@ class Session:
             notes.append(device.note)
         if estimator.swap is not None:
             notes += swapping.notes(estimator.swap, workload.swapped_blocks)
+        if device.windows and (
+            closest := choice.chosen or min(estimates, key=lambda e: (not e.supported, e.peak), default=None)
+        ):
+            notes += _windows_notes(closest, estimator.capacity)
+        phases = self._phases(workload, device, executor, headroom)
+        notes += [f"{p.name} does not fit: {p.text}" for p in phases if not p.estimate.fits]
         return Plan(
+            phases=phases,
             workload=workload,
             device=device,
             executor=executor,
@@ -390,6 +439,21 @@ class Session:
             warnings=tuple(dict.fromkeys(notes)),
             versions=profile.versions,
         )
+
+    def _phases(self, workload: Workload, device: Device, executor: Executor, headroom: int) -> tuple[Phase, ...]:
+        """The phases that were asked about."""
+        asked = workload.validating
+        if asked is None:
+            return ()
+        warnings: list[str] = []
+        profile = profile_for(
+            asked, device, warnings.append, refresh=self.refresh, progress=self.progress, forward_only=True
+        )
+        meaning = semantics(executor, workload.model, workload.variant, swapped=workload.swapped_blocks > 0)
+        estimator = Estimator(dataclasses.replace(profile, workload=asked), device, meaning, headroom=headroom)
+        samples = "1 sample" if asked.batch == 1 else f"{asked.batch} samples together"
+        what = f"one forward pass of the model without gradients, {samples} of {asked.bucket}; VAE and text encoder not in it"
+        return (Phase("validation", what, estimator.estimate(Schedule())),)
 
     def _swap_advice(
         self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None
@@ -432,6 +496,18 @@ class Session:
             f"{SWAP_ADVICE}{count} fits, the smallest number of blocks that does: peak {found.peak / GIB:.1f} GiB with "
             f"{schedule.name}, {found.host / GIB:.1f} GiB of host memory{seconds}"
         )
+
+
+def _windows_notes(estimate: Estimate, capacity: int) -> tuple[str, ...]:
+    """What running out of memory looks like under Windows, where a step is near that."""
+    if not estimate.supported or estimate.peak_high <= capacity:
+        return ()
+    return (
+        "Windows: unless it is told not to, NVIDIA's driver moves what does not fit on the card to system memory instead of failing, so "
+        "a step that needs more than the card has becomes many times slower and not out of memory. This one may: its band reaches "
+        f"{estimate.peak_high / GIB:.1f} GiB and {capacity / GIB:.1f} GiB can be used. Set the driver's CUDA sysmem fallback policy to "
+        "'prefer no sysmem fallback', and leave room for what the desktop draws with (--headroom)",
+    )
 
 
 def _bucket_notes(workload: Workload, needs: Sequence[BucketPeak], schedule: Schedule) -> tuple[str, ...]:

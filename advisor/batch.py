@@ -17,7 +17,7 @@ from estimators.devices import Device
 from estimators.schedule import Schedule, ScheduleError
 from probes.workload import EXECUTORS, REQUEST_KEYS
 
-ASKING_KEYS = ("gpu", "vram", "headroom", "host_ram", "executor", "objective", "schedules")
+ASKING_KEYS = ("gpu", "vram", "headroom", "host_ram", "executor", "objective", "schedules", "os")
 """What a request may hold besides the workload."""
 
 _TEXTS = (
@@ -36,9 +36,10 @@ _TEXTS = (
     "executor",
     "objective",
     "text_padding",
+    "os",
 )
 _FLAGS = ("fuse_qkv", "lokr_full_matrix", "cfg_batch", "dora", "rslora", "ema", "master_weights")
-_NUMBERS = ("vram", "headroom", "host_ram", "lokr_factor", "accumulate")
+_NUMBERS = ("vram", "headroom", "host_ram", "lokr_factor", "accumulate", "resident_gib")
 
 
 class RequestError(ValueError):
@@ -89,7 +90,10 @@ def answer(line: bytes, *, session: Session, detect: Callable[[], Device | None]
     headroom = options.gib("headroom", request.get("headroom", 0))
     host_ram = options.gib("host-ram", request["host_ram"]) if "host_ram" in request else None
     schedules = _schedules(request["schedules"]) if "schedules" in request else None
-    device = options.device(request.get("gpu"), request.get("vram"), detect)
+    own = "gpu" not in request and "vram" not in request
+    device = options.on_system(
+        options.device(request.get("gpu"), request.get("vram"), detect), request.get("os"), own=own
+    )
     if device is None:
         raise RequestError("this machine has no GPU; give 'gpu' (a name that `advise gpus` lists) or 'vram' (GiB)")
     options.check_headroom(headroom, device)

@@ -146,8 +146,16 @@ def _run(args: list[str]) -> int:
 
 
 def _complain(text: str) -> None:
+    """One line; on a terminal it is broken between words, not in them."""
+    line = f"advise: error: {text}"
     with contextlib.suppress(OSError):
-        print(f"advise: error: {text}", file=sys.stderr)
+        if sys.stderr.isatty():
+            import shutil
+            import textwrap
+
+            width = max(40, shutil.get_terminal_size().columns)
+            line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        print(line, file=sys.stderr)
 
 
 def _silence_stdout() -> None:
@@ -253,6 +261,11 @@ def advise(
     vram: options.Vram = None,
     headroom: options.Headroom = None,
     host_ram: options.HostRam = None,
+    resident_gib: options.ResidentGib = None,
+    validation_resolution: options.ValidationResolution = None,
+    validation_frames: options.ValidationFrames = None,
+    validation_samples: options.ValidationSamples = None,
+    os_name: options.OsName = None,
     as_json: options.AsJson = False,
     export: options.ExportFile = None,
     plan: options.PlanFile = None,
@@ -270,7 +283,9 @@ def advise(
     given = [name for name in ctx.params if str(getattr(ctx.get_parameter_source(name), "name", "")) == "COMMANDLINE"]
     if ctx.invoked_subcommand is not None:
         if given:
-            spelling = {"as_json": "json", "buckets": "bucket"}.get(given[0], given[0].replace("_", "-"))
+            spelling = {"as_json": "json", "buckets": "bucket", "os_name": "os"}.get(
+                given[0], given[0].replace("_", "-")
+            )
             option = f"--{spelling}"
             raise _UsageError(f"{option} goes after the command {ctx.invoked_subcommand!r}, or without a command")
         return
@@ -314,7 +329,8 @@ def _answer(params: Mapping[str, Any]) -> int:
     headroom = options.gib("headroom", options.number(_given(params["headroom"], "0")))
     host_ram = None if params["host_ram"] is None else options.gib("host-ram", options.number(params["host_ram"]))
     vram = None if params["vram"] is None else options.number(params["vram"])
-    device = options.device(params["gpu"], vram, detect_gpu)
+    own = params["gpu"] is None and vram is None
+    device = options.on_system(options.device(params["gpu"], vram, detect_gpu), params["os_name"], own=own)
     files = _output_files(params)
     if device is None and files:
         raise WorkloadError(
@@ -330,6 +346,8 @@ def _answer(params: Mapping[str, Any]) -> int:
 
     ignored = options.without_effect(request, workload)
     if device is None:
+        if params["os_name"] is not None:
+            ignored = (*ignored, "--os has no effect without a card (--gpu, --vram)")
         return _answer_tiers(plan_for, ignored, as_json=params["as_json"])
     answer = plan_for(device)
     if answer.recommended is None:
@@ -502,7 +520,12 @@ def _batch(lines: Any) -> int:
 @app.command(cls=_Command)
 def models(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One model, in detail.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="One model, in detail: a name of the list, ORG/NAME or ./FOLDER with a diffusers config.json.",
+            show_default=False,
+        ),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -512,7 +535,10 @@ def models(
     if name is not None:
         if not name:
             raise WorkloadError("NAME '' is not a model; valid: " + ", ".join(catalogue.families()))
-        family = catalogue.find(name)
+        from probes import hub
+        from probes.workload import from_request
+
+        family = from_request({"model": name}).family if hub.is_outside(name) else catalogue.find(name)
         from advisor import reports
 
         if as_json:

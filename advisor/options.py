@@ -6,10 +6,12 @@ Imports neither torch nor numpy: `advise --help` reads this module.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +38,7 @@ MAX_GIB = 65536.0
 
 NUMBERS = (
     "frames", "seconds", "references", "batch", "caption_tokens", "rank", "alpha", "lora_dropout", "lokr_factor", "accumulate",
-    "aspect_buckets", "bucket_step",
+    "aspect_buckets", "bucket_step", "resident_gib", "validation_frames", "validation_samples",
 )  # fmt: skip
 """The request's keys whose values are numbers."""
 
@@ -376,6 +378,49 @@ HostRam = Annotated[
         text="Host memory that offloading may use, in GiB. Default: not checked.",
     ),
 ]
+ResidentGib = Annotated[
+    str | None,
+    _option(
+        "--resident-gib",
+        panel=DEVICE,
+        metavar="GIB",
+        text="What else stays on the card the whole time (text encoder, VAE), in GiB: it counts in every peak. Default: 0.",
+    ),
+]
+ValidationResolution = Annotated[
+    str | None,
+    _option(
+        "--validation-resolution",
+        panel=DEVICE,
+        metavar="SIZE",
+        text="Also predict the peak of sampling at this size: the model's forward pass, without gradients. Default: not asked.",
+    ),
+]
+ValidationFrames = Annotated[
+    str | None,
+    _option(
+        "--validation-frames", panel=DEVICE, metavar="N", text="Frames of a sampled video. Default: those of training."
+    ),
+]
+ValidationSamples = Annotated[
+    str | None,
+    _option(
+        "--validation-samples",
+        panel=DEVICE,
+        metavar="N",
+        text="Samples that go through the model together then. Default: 2 (with and without the prompt).",
+    ),
+]
+OsName = Annotated[
+    str | None,
+    _option(
+        "--os",
+        panel=DEVICE,
+        metavar="NAME",
+        text="Where it trains: linux, or windows, whose driver spills to system memory. Default: this machine's for its own GPU, "
+        "else linux.",
+    ),
+]
 AsJson = Annotated[
     bool, _option("--json", panel=OUTPUT, metavar=None, text="Print one JSON object instead of tables. Default: off.")
 ]
@@ -486,6 +531,23 @@ def device(gpu: str | None, vram_gib: float | None, detect: Callable[[], Device 
         return device_for(gpu=gpu, vram_gib=vram_gib, detect=detect)
     except DeviceError as error:
         raise DeviceError(f"{'--vram' if gpu is None else '--gpu'}: {error}") from None
+
+
+SYSTEMS = ("linux", "windows")
+
+
+def on_system(device: Device | None, name: str | None, *, own: bool) -> Device | None:
+    """The device under an operating system.
+
+    Args:
+        name: of `SYSTEMS`; None: this machine's for its own GPU, else linux.
+        own: the device is this machine's.
+
+    Raises:
+        WorkloadError: no such system.
+    """
+    windows = sys.platform == "win32" and own if name is None else choice("os", name, SYSTEMS) == "windows"
+    return dataclasses.replace(device, windows=True) if windows and device is not None else device
 
 
 def check_headroom(headroom: int, device: Device) -> None:

@@ -180,7 +180,8 @@ def workload_lines(w: Workload) -> list[str]:
         kind = ADAPTER_NAMES[w.adapter]
         if w.adapter == "lora":
             kind += f"{' with DoRA' if w.dora else ''}{', rank-stabilised,' if w.rslora else ''}"
-        trained = f"{kind} rank {w.rank}, alpha {w.alpha:g}{factor}, dropout {w.lora_dropout:g} on {', '.join(w.lora_targets)}"
+        dropout = f", dropout {w.lora_dropout:g}" if w.adapter == "lora" else ""
+        trained = f"{kind} rank {w.rank}, alpha {w.alpha:g}{factor}{dropout} on {', '.join(w.lora_targets)}"
     average = ", EMA" if w.ema else ""
     return [shape, f"{trained}; base {w.precision}, {w.optimizer}{average}, attention {w.attention}"]
 
@@ -254,6 +255,8 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True, near: Nearest 
                     "SimpleTuner's block swap keeps blocks on the card in backward and needs more memory than this plan; "
                     "--executor simpletuner plans for it."
                 )
+    for phase in plan.phases:
+        console.print(f"Beside the training step, {phase.text}.")
     console.print()
     _print_table(schedule_table(plan), console)
     shown = best or min((e for e in plan.schedules if e.supported), key=lambda e: e.peak, default=None)
@@ -575,6 +578,7 @@ def model_json(f: Family) -> dict[str, Any]:
         "executors": _executors_json(f, f.default_variant),
         "variant_executors": {v: _executors_json(f, v) for v in _other_rows(f)},
         "source": f.source,
+        "notes": list(f.notes),
     }
 
 
@@ -688,6 +692,8 @@ def draw_model(f: Family, console: Console) -> None:
     _draw_executors(f, f.default_variant, "Checkpointing", console)
     for variant in _other_rows(f):
         _draw_executors(f, variant, f"Checkpointing of {variant}", console, besides=f.default_variant)
+    for note in f.notes:
+        console.print(f"note: {note}")
 
 
 def _draw_executors(f: Family, variant: str, title: str, console: Console, besides: str | None = None) -> None:

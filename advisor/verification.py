@@ -218,7 +218,9 @@ def verify(
     use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     config = None if pretrained is None else pretrained_config(pretrained, plan.workload)
     if use_cuda:
-        workload = dataclasses.replace(plan.workload, config_json=config or "")
+        workload = dataclasses.replace(
+            plan.workload, config_json=config or "", resident_gib=0.0
+        )  # nothing else is loaded
         return _verify_cuda(workload, plan.schedule, steps, pretrained, say)
     workload = dataclasses.replace(reduced_copy(plan.workload), config_json=config or "")
     return _verify_cpu(workload, plan.schedule, steps, pretrained, say)

@@ -173,6 +173,7 @@ _KNOBS = {
     "transient": "a smaller batch, resolution or number of frames",
     "inputs": "a smaller batch",
     "workspace": "a card with more memory",
+    "kept": "keeping less beside the model (--resident-gib)",
 }
 
 
@@ -193,7 +194,7 @@ def _why_nothing_fits(usable: Sequence[Estimate], capacity: int) -> tuple[str, .
             f"nothing fits: the smallest schedule, {best.schedule.name}, needs {_gib(best.peak)} of {_gib(capacity)}, but {why}"
         ]
     part, size = largest
-    if part in ("weights", "adapter", "gradients", "optimizer", "workspace"):
+    if part in ("weights", "adapter", "gradients", "optimizer", "workspace", "kept"):
         lines.append(
             f"the largest part of its peak is {part} ({_gib(size)}), which checkpointing cannot lower; {_KNOBS[part]} can"
         )

@@ -263,7 +263,7 @@ def kind(workload: Workload, *, convolutional: bool) -> str:
     """The kind of job, for a model of which it is known whether convolutions are a good part of its work."""
     if workload.compiles:
         return COMPILED
-    if workload.weights_offload != "none":
+    if workload.weights_offload == "ramtorch":
         return "offloaded weights"
     if workload.precision in FLOAT_PRECISIONS:
         base = "float base"

@@ -93,6 +93,8 @@ class Device:
     source: str = ""
     remarks: str = ""
     """The table's notes on this card."""
+    windows: bool = False
+    """Its driver is NVIDIA's for Windows."""
     note: str = ""
     """How this device was chosen where the request left a choice, for the user to read. Empty: it did not."""
 

@@ -18,7 +18,7 @@ from estimators.memory import Memory, Replay, Resident, exact
 from estimators.schedule import IntervalForm, Offloading, Resolution, Schedule, resolve
 from estimators.step_time import Clock, StepTime
 from estimators.swapping import Swap, Swapping, managed_blocks, moved_weights, sizes_left
-from probes.profile import TRAINED, Profile
+from probes.profile import FORWARD, TRAINED, Profile
 
 GIB = 2**30
 
@@ -233,9 +233,12 @@ class Estimator:
             ),
             inputs=total([(b, 1) for b in p.input_bytes]),
             workspace=self.device.workspace_bytes,
-            optimizer_transient=optimizers.step_transient(optimizer, p.trained_shapes, on_cpu=self.on_cpu),
+            optimizer_transient=0
+            if p.source == FORWARD
+            else optimizers.step_transient(optimizer, p.trained_shapes, on_cpu=self.on_cpu),
             device_is_host=self.on_cpu,
             gradients_held=p.workload.accumulate > 1,
+            kept=self.counted(np.array([round(p.workload.resident_gib * GIB)], np.int64)).item(),
             swap=self.swap,
         )
 
@@ -348,6 +351,7 @@ class Estimator:
             return memory.peak, False, []
         what = schedule.name if schedule.actions is None else ",".join(schedule.actions)
         swap = "" if self.swap is None else f"{len(self.swap.blocks)} swapped "
+        swap += f"{self.resident.kept} kept " if self.resident.kept else ""
         w = self.profile.workload
         beside = f"{'accumulated ' if w.accumulate > 1 else ''}{'averaged ' if w.ema else ''}"
         key = f"{what}|{self.semantics}|{swap}{beside}{w.optimizer}|{self.resident.workspace}"
@@ -380,7 +384,7 @@ class Estimator:
             sizes += [size] * count
         for size, count in [*optimizers.state_sizes(p.workload.optimizer, p.trained_shapes), *self._averages]:
             sizes += [size] * count
-        sizes += [*p.input_bytes, *self.device.workspaces]
+        sizes += [*p.input_bytes, *self.device.workspaces, *filter(None, [self.resident.kept])]
         resident = np.array(sizes, np.int64)
         ids, signed = self.replay.events(resolution, self.resident)
         first = len(resident)

@@ -80,12 +80,14 @@ class Resident:
     """A CPU run: host copies count as device memory."""
     gradients_held: bool = False
     """Gradients of earlier batches are there from the start (accumulation)."""
+    kept: int = 0
+    """What the user keeps on the device besides."""
     swap: Swap | None = None
     """Blocks whose weights come and go; `weights` and `adapter` do not count them (on a CPU, they count what waits on the host)."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.adapter + self.optimizer + self.inputs + self.workspace
+        return self.weights + self.adapter + self.optimizer + self.inputs + self.workspace + self.kept
 
 
 Counter = Callable[[Ints], Ints]
@@ -175,7 +177,12 @@ class Replay:
             name: found.breakdown[name] - getattr(before, name) + getattr(resident, name)
             for name in ("weights", "adapter", "optimizer", "inputs", "workspace")
         }
-        return replace(found, peak=found.peak - before.total + resident.total, breakdown={**found.breakdown, **parts})
+        parts |= {"kept": resident.kept} if resident.kept else {}
+        return replace(
+            found,
+            peak=found.peak - before.total + resident.total,
+            breakdown={**{k: v for k, v in found.breakdown.items() if k != "kept"}, **parts},
+        )
 
     def events(self, resolution: Resolution, resident: Resident) -> tuple[Ints, Ints]:
         """The step as a stream for the allocator's simulation: (ids, +bytes when allocated, -bytes when freed), in order.
@@ -420,6 +427,7 @@ class _Step:
                 "transient": peak - gradients - saved - swapped - adapters,
                 "inputs": resident.inputs,
                 "workspace": resident.workspace,
+                **({"kept": resident.kept} if resident.kept else {}),
             },
             host_peak=int(host.max(initial=0)),
             to_host=self.traffic.to_host,

@@ -10,6 +10,8 @@ from probes.structure import Structure
 from probes.tape import Tape
 from probes.workload import Workload
 
+FORWARD = "forward"
+"""`Profile.source` of a trace of one forward pass without gradients."""
 FROZEN, TRAINED, BUFFER = 0, 1, 2
 
 Weight = tuple[int, int]
@@ -22,7 +24,7 @@ class Profile:
 
     workload: Workload
     source: str
-    """``traced`` or ``measured``."""
+    """``traced``, ``measured`` or `FORWARD`."""
     target: str
     """The kind of device that it holds for (`Target.key`)."""
     versions: Mapping[str, str]

@@ -23,9 +23,9 @@ from probes import build, loha, quantized, stand_ins, thinning
 from probes.compiled import CompiledBlocks
 from probes.discover import discover
 from probes.expressions import evaluate
-from probes.profile import BUFFER, FROZEN, TRAINED, Profile, Weight
+from probes.profile import BUFFER, FORWARD, FROZEN, TRAINED, Profile, Weight
 from probes.recorder import Recorder
-from probes.step import forward_loss
+from probes.step import forward_loss, predict
 from probes.store import versions
 from probes.structure import Block, Chain, Structure
 from probes.target import Target
@@ -68,11 +68,12 @@ def _attempts(workload: Workload, target: Target, runs: list[thinning.Run]) -> l
     return found
 
 
-def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile:
+def trace(workload: Workload, target: Target, *, whole: bool = False, forward_only: bool = False) -> Profile:
     """Traces one training step.
 
     Args:
         whole: trace every block, even where a run of identical ones could be traced through five.
+        forward_only: only a forward pass without gradients, in eval mode, of every block.
 
     Raises:
         TraceError: the model's forward or backward does not run without real tensors.
@@ -84,7 +85,7 @@ def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile
     structure = discover(base, workload.family.regions)
     if workload.compiles:
         structure = structure.without_regions()
-    runs = [] if whole else thinning.find_runs(base, structure)
+    runs = [] if whole or forward_only else thinning.find_runs(base, structure)
     attempts = _attempts(workload, target, runs)
     sizes, parameters = _base_sizes(base, workload)
     on_host = quantized.host_weight_bytes(base, workload)
@@ -104,7 +105,7 @@ def trace(workload: Workload, target: Target, *, whole: bool = False) -> Profile
         if uneven and chosen:
             continue
         try:
-            found = _trace(workload, target, base, structure, chosen, *way)
+            found = _trace(workload, target, base, structure, chosen, *way, forward_only=forward_only)
         except (WorkloadError, MemoryError):
             raise
         except Exception as error:
@@ -145,6 +146,7 @@ def _trace(
     runs: list[thinning.Run],
     on_meta: bool,
     known_values: bool = False,
+    forward_only: bool = False,
 ) -> Profile:
     kept = thinning.thin(base, runs)
     model = base
@@ -158,7 +160,7 @@ def _trace(
         quantized.replace(model, workload)
         build.inject_adapter(model, workload)
         placeholders(model, fake, workload)
-    model.train()
+    model.train(not forward_only)
     counted_devices = {META: ("meta",), VALUES: ("meta", "cpu")}.get(way, ("cpu",))
     recorder = Recorder(
         counted_devices,
@@ -204,17 +206,23 @@ def _trace(
         leaves = [t for t in [*pytree.tree_leaves(job.inputs), job.target] if isinstance(t, torch.Tensor)]
         input_bytes = tuple(t.untyped_storage().nbytes() for t in leaves)
         with known or contextlib.nullcontext(), recorder, meta_autocast():
-            with functions or contextlib.nullcontext(), recorder.saved_tensors():
-                loss = forward_loss(job)
-            backward_start = recorder.now
-            loss.backward()
+            active = functions or contextlib.nullcontext()
+            if forward_only:
+                with active, torch.no_grad():
+                    predict(job)
+                backward_start = recorder.now
+            else:
+                with active, recorder.saved_tensors():
+                    loss = forward_loss(job)
+                backward_start = recorder.now
+                loss.backward()
             optimizer_start = recorder.now
         trained = [(thinning.original_name(n, kept), p) for n, p in job.trainable()]
         untrained = sum(p.grad is None for _, p in trained)
-        if untrained == len(trained):
+        if untrained == len(trained) and not forward_only:
             raise TraceError("no trained parameter receives a gradient")
         tape = recorder.tape(backward_start, optimizer_start)
-        del loss
+        loss = None
     sizes = dict(trained)
     for run in runs:
         tape = thinning.expand(tape, run)
@@ -225,7 +233,7 @@ def _trace(
     counted = Counter((tuple(p.shape), p.element_size()) for p in sizes.values())
     return Profile(
         workload=workload,
-        source="traced",
+        source=FORWARD if forward_only else "traced",
         target=target.key(),
         versions=versions(),
         structure=links.linked(structure),

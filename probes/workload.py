@@ -88,6 +88,9 @@ GROUP_OFFLOAD = (
 TEXT_PADDING = ("auto", "max_length", "longest")
 
 
+_NO_VALIDATION: dict[str, Any] = {"validation_resolution": "", "validation_frames": 0, "validation_samples": 0}
+
+
 @dataclass(frozen=True)
 class Workload:
     """One training job on one model. Build with :func:`from_request`."""
@@ -146,6 +149,14 @@ class Workload:
     sheet_json: str = ""
     """The complete fact sheet as JSON text, for a model outside the catalogue; else empty."""
 
+    resident_gib: float = 0.0
+    """GiB of anything else that stays on the card (text encoder, VAE), as the user says."""
+    validation_resolution: str = ""
+    """``WIDTHxHEIGHT`` of sampled images or videos; empty: no validation is asked about."""
+    validation_frames: int = 0
+    validation_samples: int = 0
+    """Samples that go through the model together in validation."""
+
     @property
     def family(self) -> catalogue.Family:
         """As the variant is."""
@@ -194,6 +205,26 @@ class Workload:
             batch=self.samples,
             cfg_batch=False,
             weights_offload="none" if self.swapped_blocks else self.weights_offload,
+            resident_gib=0.0,
+            **_NO_VALIDATION,
+        )
+
+    @property
+    def validating(self) -> Workload | None:
+        """The job's validation as a workload of its own: shape and samples of one forward pass. None: it was not asked about."""
+        if not self.validation_resolution:
+            return None
+        width, height = (int(n) for n in self.validation_resolution.split("x"))
+        return dataclasses.replace(
+            self,
+            height=height,
+            width=width,
+            frames=self.validation_frames,
+            batch=self.validation_samples,
+            cfg_batch=False,
+            buckets=(),
+            accumulate=1,
+            **_NO_VALIDATION,
         )
 
     def largest_buckets(self, most: int) -> list[Workload]:
@@ -436,6 +467,29 @@ def _seconds(value: Any, family: catalogue.Family) -> int:
     return _whole("seconds", family.default_seconds if value is None else value, family.max_seconds)
 
 
+def _validation(get: Callable[..., Any], family: catalogue.Family, frames: int) -> dict[str, Any]:
+    """Fields of a workload: size and number of what validation samples together."""
+    size = get("validation_resolution") or None
+    if size is None:
+        for key in ("validation_frames", "validation_samples"):
+            if get(key):
+                raise WorkloadError(
+                    f"--{key.replace('_', '-')} {get(key)} has no effect without --validation-resolution; add that"
+                )
+        return dict(_NO_VALIDATION)
+    if family.kind == "audio":
+        raise WorkloadError(
+            f"--validation-resolution {size}: {family.name} is an audio model, whose validation is not planned for"
+        )
+    height, width = parse_resolution(size, family, "validation-resolution")
+    most = family.max_batch or MAX_BATCH
+    return {
+        "validation_resolution": f"{width}x{height}",
+        "validation_frames": _frames(get("validation_frames") or frames, family, "validation-frames"),
+        "validation_samples": _whole("validation-samples", get("validation_samples") or min(2, most), most),
+    }
+
+
 def _references(value: Any, family: catalogue.Family, variant: str) -> int:
     if value is None:
         return family.default_references
@@ -483,6 +537,10 @@ REQUEST_KEYS = (
     "bucket_step",
     "cfg_batch",
     "text_padding",
+    "resident_gib",
+    "validation_resolution",
+    "validation_frames",
+    "validation_samples",
 )
 
 
@@ -592,6 +650,8 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         accumulate=_whole("accumulate", get("accumulate", 1), MAX_ACCUMULATE),
         ema=_yes_no("ema", get("ema", False)),
         master_weights=_yes_no("master-weights", get("master_weights", False)),
+        resident_gib=_number("resident-gib", get("resident_gib", 0.0), 0.0, 4096.0),
+        **_validation(get, family, frames),
     )
     check_supported(workload)
     if workload.adapter == "full" and workload.master_weights:
@@ -679,5 +739,7 @@ def reduced_copy(workload: Workload) -> Workload:
         attention="auto",
         accumulate=min(workload.accumulate, 2),
         ema=False,
+        resident_gib=0.0,
+        **_NO_VALIDATION,
         reduced=True,
     )

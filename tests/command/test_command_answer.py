@@ -315,3 +315,24 @@ def test_an_ambiguous_card_is_named_beside_the_device(advise: Advise) -> None:
     at = next(i for i, line in enumerate(lines) if line.startswith("H100 80GB SXM, "))
     assert lines[at + 1].startswith("note: 'h100' is taken as H100 80GB SXM")
     assert sum("is taken as" in line for line in lines) == 1
+
+
+def test_windows_is_warned_of_where_a_step_may_spill(advise: Advise) -> None:
+    """`--os windows`: only where the band reaches over what the card has."""
+    spilling = "NVIDIA's driver moves what does not fit on the card to system memory"
+    assert spilling in advise(*SMALL, "--vram", "8", "--os", "windows").flat
+    assert spilling not in advise(*SMALL, "--vram", "8").flat
+    assert spilling not in advise(*SMALL, "--vram", "80", "--os", "windows").flat
+    done = advise(*SMALL, "--vram", "8", "--os", "window")
+    assert done.status == 2
+    assert "--os 'window' is not valid (did you mean windows?); valid: linux, windows" in done.error
+
+
+def test_what_stays_on_the_card_and_validation_are_shown(advise: Advise) -> None:
+    args = ("--gpu", "4090", "--resident-gib", "2", "--validation-resolution", "256", "--validation-samples", "1")
+    done = advise(*SMALL, *args)
+    assert (
+        "Beside the training step, validation: one forward pass of the model without gradients, 1 sample of 256x256"
+        in done.flat
+    )
+    assert "kept 2.00" in done.flat

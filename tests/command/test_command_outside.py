@@ -649,3 +649,18 @@ def test_weights_cannot_be_given_for_a_class_that_loads_none(advise: Advise, own
     folder(own / "weights", {"width": 64})
     done = advise("verify", "plan.json", "--model-class", "own_nets:Net", "--pretrained", "./weights", "--steps", "1")
     assert "is no model class of diffusers; its weights cannot be loaded" in last_error(done)
+
+
+def test_models_says_all_about_a_folder(advise: Advise, tmp_path: Path) -> None:
+    model = folder(tmp_path / "mine", FLUX)
+    done = advise("models", str(model), "--json")
+    facts = json.loads(done.out)
+    assert done.status == 0, done.err
+    assert facts["class"].endswith(":FluxTransformer2DModel")
+    assert facts["block_lists"] == ["transformer_blocks", "single_transformer_blocks"]
+    assert set(facts["executors"]) == {"bundled", "simpletuner", "diffusers"}
+    assert "is the class of flux: its fact sheet, variant dev" in " ".join(facts["notes"])
+    assert "Checkpointing, executor bundled:" in advise("models", str(model)).out
+    missing = advise("models", str(tmp_path / "none"))
+    assert missing.status == 2
+    assert str(tmp_path / "none") in missing.error

@@ -374,7 +374,7 @@ def test_what_the_attention_kernel_saves_is_a_part_of_what_attention_saves(profi
     kernel, hooks = found[Offloading.KERNEL], found[Offloading.HOOKS]
     assert 0 < kernel.to_host < hooks.to_host
     width, blocks = 3840 * 2, 34
-    tokens = 16 * 16 + 32
+    tokens = 16 * 16 + 64  # 32 of the caption and 8 of its template, which the model rounds up to a multiple of 32
     # query, key, value and result of every block (the refiners see fewer tokens)
     assert 4 * tokens * width * 30 < kernel.to_host <= 4 * tokens * width * blocks
     assert hooks.peak < kernel.peak

@@ -1,5 +1,6 @@
 """Every way of training that a CPU can run: the predicted peak is the profiler's, and no schedule changes a number."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -35,5 +36,14 @@ def _schedules(_: Profile) -> list[Schedule]:
 def test_the_predicted_cpu_peak_is_the_profilers_and_schedules_are_bit_equal(request_: dict[str, Any]) -> None:
     workload = reduced_copy(from_request({"model": "sd3", **request_}))
     for found in compare_on_cpu(workload, _schedules):
+        assert abs(found.error) <= 0.02, found
+        assert found.exact, found
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_so_is_a_full_fine_tunes_in_bf16_with_and_without_master_weights(master_weights: bool) -> None:
+    asked = {"model": "sd3", "adapter": "full", "optimizer": "adamw", "master_weights": master_weights}
+    workload = dataclasses.replace(reduced_copy(from_request(asked)), precision="bf16")
+    for found in compare_on_cpu(workload, lambda _: [Schedule(), Schedule(Backend.TORCH)]):
         assert abs(found.error) <= 0.02, found
         assert found.exact, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from probes.build import build_base, device_job, inject_adapter, make_inputs
 from probes.catalogue import families
-from probes.step import predict
+from probes.step import forward_loss, predict
 from probes.workload import from_request, reduced_copy
 
 # families whose classes compute tables when they are constructed: as buffers, or as tensors that are neither buffer nor parameter
@@ -57,3 +58,13 @@ def test_every_familys_output_is_that_of_the_same_weights_on_the_host(name: str)
 @pytest.mark.parametrize("more", [{"adapter": "lokr"}, {"adapter": "loha"}, {"dora": True}], ids=str)
 def test_every_adapter_works_in_it_as_in_one_from_the_host(more: dict[str, Any]) -> None:
     _compare("sd3", **more)
+
+
+@pytest.mark.parametrize(("master", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_master_weights_are_float32_under_autocast(master: bool, dtype: torch.dtype) -> None:
+    asked = from_request({"model": "sd3", "adapter": "full", "optimizer": "adamw", "master_weights": master})
+    job = device_job(dataclasses.replace(reduced_copy(asked), precision="bf16"), "cpu")
+    assert {p.dtype for _, p in job.trainable()} == {dtype}
+    assert job.autocast is torch.bfloat16
+    forward_loss(job).backward()
+    assert {p.grad.dtype for _, p in job.trainable() if p.grad is not None} == {dtype}
