@@ -445,6 +445,7 @@ class Session:
         asked = workload.validating
         if asked is None:
             return ()
+        asked = as_run(executor, asked)
         warnings: list[str] = []
         profile = profile_for(
             asked, device, warnings.append, refresh=self.refresh, progress=self.progress, forward_only=True
