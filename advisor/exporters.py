@@ -11,7 +11,7 @@ def simpletuner(schedule: Schedule, weights_offload: str = "none") -> dict[str, 
     """SimpleTuner's JSON keys (`facts/options.csv`); only keys and values that the trainer knows.
 
     Args:
-        weights_offload: none, ramtorch or blocks:N.
+        weights_offload: none, ramtorch, ramtorch:PERCENT or blocks:N.
 
     Raises:
         ScheduleError: a per-block schedule, which the trainer cannot express.
@@ -20,6 +20,8 @@ def simpletuner(schedule: Schedule, weights_offload: str = "none") -> dict[str, 
     keys = schedule.to_controls()
     if kind == "ramtorch":
         keys["ramtorch"] = True
+        if count:
+            keys["ramtorch_transformer_percent"] = int(count)
     elif kind == "blocks":
         keys["musubi_blocks_to_swap"] = int(count)
     return keys

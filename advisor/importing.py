@@ -27,7 +27,7 @@ SIZES = ("pixel", "area", "pixel_area")
 _PRECISION = {"no_change": "bf16", "nf4-bnb": "nf4"}
 """The trainer's names that differ from the command's."""
 _MEMORY = (
-    "dynamo_backend", "ramtorch_transformer_percent", "feed_forward_chunk_size",
+    "dynamo_backend", "feed_forward_chunk_size",
     "enable_chunked_feed_forward", "use_ema", "controlnet", "fsdp_enable", "deepspeed_config", "ramtorch_target_modules",
     "fsdp_activation_checkpointing", "tread_config", "layersync_enabled", "crepa_enabled", "distillation_method",
 )  # fmt: skip
@@ -284,7 +284,13 @@ def _weights_offload(values: Mapping[str, Any], request: dict[str, Any], notes: 
             raise WorkloadError(
                 "ramtorch and musubi_blocks_to_swap exclude each other: the trainer stops; leave one out"
             )
-        request["weights_offload"] = "ramtorch"
+        share = _number(values.get("ramtorch_transformer_percent"))
+        if share in (None, "", 100):
+            request["weights_offload"] = "ramtorch"
+        elif isinstance(share, bool) or not isinstance(share, int) or not 0 <= share <= 100:
+            raise WorkloadError(f"ramtorch_transformer_percent must be from 0 to 100, not {_shown(share)}")
+        elif share:
+            request["weights_offload"] = f"ramtorch:{share}"
     elif swapped:
         request["weights_offload"] = f"blocks:{swapped}"
         if (device := _text(values, "musubi_block_swap_device", default="cpu")) != "cpu":

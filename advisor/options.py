@@ -323,7 +323,7 @@ WeightsOffload = Annotated[
         "--weights-offload",
         panel=EXECUTION,
         metavar="KIND",
-        text="Keep base weights on the host: none, ramtorch, or blocks:N (block swap of the last N blocks). Default: none.",
+        text="Keep base weights on the host: none, ramtorch (or ramtorch:PERCENT of the linears), or blocks:N (block swap of the last N blocks). Default: none.",
     ),
 ]
 ExecutorName = Annotated[

@@ -51,6 +51,7 @@ SEARCH: dict[str, tuple[float, float, float]] = {
     "launch_seconds": (2e-5, 2e-6, 6e-5),
     "hook_seconds": (2e-5, 1e-9, 2e-4),
     "copy_seconds": (5e-5, 1e-9, 1e-3),
+    "step_seconds": (0.03, 1e-3, 0.1),
     "exposed_copy_out": (0.3, 1e-3, 1.0),
 }
 """Rate: what is expected of such hardware, smallest, largest."""
@@ -263,7 +264,7 @@ def kind(workload: Workload, *, convolutional: bool) -> str:
     """The kind of job, for a model of which it is known whether convolutions are a good part of its work."""
     if workload.compiles:
         return COMPILED
-    if workload.weights_offload == "ramtorch":
+    if workload.streamed_percent:
         return "offloaded weights"
     if workload.precision in FLOAT_PRECISIONS:
         base = "float base"

@@ -290,23 +290,27 @@ def described_linears(model: nn.Module, workload: Workload) -> dict[str, Quantiz
     """Qualified names of the linears (before adapters) that a trace replaces by stand-ins, with what they cost."""
     quantised = quantized_names(model, workload.precision)
     found = {name: table()[workload.precision] for name in quantised}
-    if workload.weights_offload == "ramtorch":
-        if _skips_streamed(workload.precision):
-            found = {}
-        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        found = {name: _streamed(found.get(name, _PLAIN)) for name in linears}
+    for name in streamed(model, workload):
+        facts = found.pop(name, _PLAIN)
+        found[name] = _streamed(_PLAIN if _skips_streamed(workload.precision) else facts)
     return found
+
+
+def streamed(model: nn.Module, workload: Workload) -> list[str]:
+    """Qualified names of the linears whose weights RamTorch keeps on the host: the given share of them, from the model's
+    beginning on. How the trainer rounds that share is not known; a part of a linear stays."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return linears[: len(linears) * workload.streamed_percent // 100]
 
 
 def host_weight_bytes(model: nn.Module, workload: Workload) -> int:
     """Weights that wait in host memory."""
-    if workload.weights_offload != "ramtorch":
-        return 0
     quantised = set() if _skips_streamed(workload.precision) else quantized_names(model, workload.precision)
     total = 0.0
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            total += module.weight.numel() * (table()[workload.precision] if name in quantised else _PLAIN).weight_bytes
+    for name in streamed(model, workload):
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        total += linear.weight.numel() * (table()[workload.precision] if name in quantised else _PLAIN).weight_bytes
     return round(total)
 
 

@@ -85,7 +85,8 @@ def trace(workload: Workload, target: Target, *, whole: bool = False, forward_on
     structure = discover(base, workload.family.regions)
     if workload.compiles:
         structure = structure.without_regions()
-    runs = [] if whole or forward_only else thinning.find_runs(base, structure)
+    uneven_weights = 0 < workload.streamed_percent < 100
+    runs = [] if whole or forward_only or uneven_weights else thinning.find_runs(base, structure)
     attempts = _attempts(workload, target, runs)
     sizes, parameters = _base_sizes(base, workload)
     on_host = quantized.host_weight_bytes(base, workload)

@@ -185,6 +185,12 @@ class Workload:
         return self.compile != "none"
 
     @property
+    def streamed_percent(self) -> int:
+        """Of the linears, those whose weights RamTorch streams from the host; 0: it is off."""
+        kind, _, percent = self.weights_offload.partition(":")
+        return int(percent or 100) if kind == "ramtorch" else 0
+
+    @property
     def swapped_blocks(self) -> int:
         """Blocks whose weights wait on the host; 0: none."""
         kind, _, count = self.weights_offload.partition(":")
@@ -693,9 +699,9 @@ def check_supported(w: Workload) -> None:
     if w.weights_offload.partition(":")[0] == "group":
         raise WorkloadError(f"--weights-offload {w.weights_offload}: {GROUP_OFFLOAD}; ramtorch or blocks:N work")
     if w.weights_offload != "none":
-        if w.weights_offload != "ramtorch" and not re.fullmatch(r"blocks:[1-9][0-9]{0,5}", w.weights_offload):
+        if not re.fullmatch(r"ramtorch(:([1-9][0-9]?|100))?|blocks:[1-9][0-9]{0,5}", w.weights_offload):
             raise WorkloadError(
-                f"--weights-offload {w.weights_offload!r} is not valid; valid: none, ramtorch, blocks:N"
+                f"--weights-offload {w.weights_offload!r} is not valid; valid: none, ramtorch, ramtorch:PERCENT, blocks:N"
             )
         if w.adapter == "full":
             raise NotYetError(f"--weights-offload {w.weights_offload} with --adapter full cannot be estimated yet")

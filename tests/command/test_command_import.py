@@ -163,6 +163,22 @@ def test_true_may_be_text(tmp_path: Path, on: Any) -> None:
     assert not {"weights_offload", "fuse_qkv"} & set(off.request)
 
 
+@pytest.mark.parametrize(
+    ("percent", "offload"), [("75", "ramtorch:75"), (100, "ramtorch"), ("", "ramtorch"), (0, None)]
+)
+def test_the_share_of_linears_under_ramtorch_is_read(tmp_path: Path, percent: Any, offload: str | None) -> None:
+    read = importing.read(write(tmp_path, {**CONFIG, "--ramtorch": True, "--ramtorch_transformer_percent": percent}))
+    assert read.request.get("weights_offload") == offload
+    assert not any("ramtorch" in n for n in read.notes)
+
+
+@pytest.mark.parametrize("percent", ["many", 101, -1, 7.5, True])
+def test_a_share_of_linears_that_cannot_be_is_refused(tmp_path: Path, percent: Any) -> None:
+    config = write(tmp_path, {**CONFIG, "--ramtorch": True, "--ramtorch_transformer_percent": percent})
+    with pytest.raises(WorkloadError, match="ramtorch_transformer_percent must be from 0 to 100"):
+        importing.read(config)
+
+
 def test_swapped_blocks_are_read(tmp_path: Path) -> None:
     read = importing.read(
         write(tmp_path, {**CONFIG, "--musubi_blocks_to_swap": "12", "--musubi_block_swap_device": "cpu"})

@@ -91,6 +91,8 @@ def test_diffusers_swaps_no_blocks() -> None:
 def test_the_trainer_s_keys_say_where_the_weights_wait() -> None:
     assert simpletuner(NONE, "blocks:7") == {"gradient_checkpointing": False, "musubi_blocks_to_swap": 7}
     assert simpletuner(NONE, "ramtorch") == {"gradient_checkpointing": False, "ramtorch": True}
+    part = {"gradient_checkpointing": False, "ramtorch": True, "ramtorch_transformer_percent": 75}
+    assert simpletuner(NONE, "ramtorch:75") == part
 
 
 def test_a_supported_interval_runs_as_it_is_without_a_note() -> None:

@@ -83,6 +83,19 @@ def test_torchao_leaves_streamed_linears_alone() -> None:
     assert quantized.host_weight_bytes(model, float8) == 64 * 64 * 2
 
 
+def test_a_share_of_the_linears_is_streamed_from_the_models_beginning_on() -> None:
+    model = nn.ModuleDict({name: nn.Linear(64, 64, device="meta") for name in "abcdefgh"})
+    part = from_request({"model": "flux", "weights_offload": "ramtorch:30", "precision": "int8-quanto"})
+    assert part.streamed_percent == 30
+    assert quantized.streamed(model, part) == ["a", "b"]
+    found = quantized.described_linears(model, part)
+    stored = {name: facts.weight_bytes for name, facts in found.items()}
+    assert stored["a"] == stored["b"] == 0
+    assert all(stored[name] == quantized.table()["int8-quanto"].weight_bytes for name in "cdefgh")
+    assert quantized.host_weight_bytes(model, part) == round(2 * 64 * 64 * quantized.table()["int8-quanto"].weight_bytes)
+    assert not quantized.described_linears(model, from_request({"model": "flux"}))
+
+
 def test_linears_that_the_package_skips_stay_as_they_are() -> None:
     model = nn.ModuleDict({"odd": nn.Linear(30, 64, device="meta"), "even": nn.Linear(64, 64, device="meta")})
     assert quantized.quantized_names(model, "fp8-torchao") == {"even"}

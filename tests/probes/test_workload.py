@@ -252,9 +252,11 @@ def test_lora_targets_that_are_no_list_of_names_are_refused(value: Any) -> None:
         from_request({"model": "flux", "lora_targets": value})
 
 
-@pytest.mark.parametrize("value", ["blocks:0", "blocks:", "blocks:x", "cpu", 3])
+@pytest.mark.parametrize("value", ["blocks:0", "blocks:", "ramtorch:0", "ramtorch:101", "ramtorch:", "cpu", 3])
 def test_a_bad_weights_offload_is_refused_with_the_valid_ones(value: Any) -> None:
-    with pytest.raises(WorkloadError, match=r"--weights-offload .* is not valid; valid: none, ramtorch, blocks:N"):
+    with pytest.raises(
+        WorkloadError, match=r"--weights-offload .* is not valid; valid: none, ramtorch, ramtorch:PERCENT, blocks:N"
+    ):
         from_request({"model": "flux", "weights_offload": value})
 
 
