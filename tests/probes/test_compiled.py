@@ -184,6 +184,7 @@ SCHEDULES = [Schedule(), Schedule(Backend.TORCH), Schedule(Backend.TORCH, 2, 3),
 @COMPILER
 @pytest.mark.parametrize("model", ["krea2", "flux", "sd3"])
 def test_peaks_are_those_of_real_runs_with_inductor_and_schedules_change_no_number(model: str) -> None:
+    """Fault class 25: checkpoints around compiled blocks."""
     torch._dynamo.reset()
     workload = reduced_copy(from_request({"model": model, "compile": "regional"}))
     for c in compare_on_cpu(workload, lambda _: SCHEDULES):

@@ -92,7 +92,9 @@ def test_a_share_of_the_linears_is_streamed_from_the_models_beginning_on() -> No
     stored = {name: facts.weight_bytes for name, facts in found.items()}
     assert stored["a"] == stored["b"] == 0
     assert all(stored[name] == quantized.table()["int8-quanto"].weight_bytes for name in "cdefgh")
-    assert quantized.host_weight_bytes(model, part) == round(2 * 64 * 64 * quantized.table()["int8-quanto"].weight_bytes)
+    assert quantized.host_weight_bytes(model, part) == round(
+        2 * 64 * 64 * quantized.table()["int8-quanto"].weight_bytes
+    )
     assert not quantized.described_linears(model, from_request({"model": "flux"}))
 
 

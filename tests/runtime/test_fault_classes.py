@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "fault_classes.md"
+FILES = {path.name: path for path in Path(__file__).parents[1].rglob("test_*.py")}
+PAGE = Path(__file__).parents[2] / "docs" / "fault_classes.md"
 KINDS = range(1, 32)
 
 
@@ -29,7 +29,7 @@ def _rows() -> dict[int, tuple[str, ...]]:
 def _tests(file: str) -> dict[str, frozenset[int]]:
     """The kinds of fault that each test of a file says it is about."""
     found = {}
-    for node in ast.walk(ast.parse((HERE / file).read_text("utf-8"))):
+    for node in ast.walk(ast.parse(FILES[file].read_text("utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             named = re.search(r"Fault class(?:es)? ([\d, ]+)", ast.get_docstring(node) or "")
             found[node.name] = frozenset(map(int, re.findall(r"\d+", named.group(1)))) if named else frozenset()
@@ -50,7 +50,7 @@ def test_a_row_names_tests_that_exist_and_are_about_it(kind: int) -> None:
 
 
 def test_no_test_that_is_about_a_kind_of_fault_is_missing_in_the_table() -> None:
-    for path in sorted(HERE.glob("test_*.py")):
-        for test, kinds in _tests(path.name).items():
+    for file in sorted(FILES):
+        for test, kinds in _tests(file).items():
             for kind in kinds:
-                assert f"{path.name}::{test}" in _rows()[kind]
+                assert f"{file}::{test}" in _rows()[kind]

@@ -140,7 +140,8 @@ def test_lokr_adapters(schedule: Schedule) -> None:
     torch.manual_seed(0)
     model = SD3Transformer2DModel.from_config(case.model.config)
     model.requires_grad_(False)
-    assert lokr.inject(model, ("to_q", "to_k", "to_v", "to_out.0"), rank=2, factor=4, full_matrix=False) > 8
+    targets = ("to_q", "to_k", "to_v", "to_out.0")
+    assert lokr.inject(model, targets, lambda base: lokr.LokrLinear(base, rank=2, factor=4, full_matrix=False)) > 8
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
