@@ -51,7 +51,6 @@ SEARCH: dict[str, tuple[float, float, float]] = {
     "launch_seconds": (2e-5, 2e-6, 6e-5),
     "hook_seconds": (2e-5, 1e-9, 2e-4),
     "copy_seconds": (5e-5, 1e-9, 1e-3),
-    "step_seconds": (0.03, 1e-3, 0.1),
     "exposed_copy_out": (0.3, 1e-3, 1.0),
 }
 """Rate: what is expected of such hardware, smallest, largest."""

@@ -53,8 +53,6 @@ class Rates:
     """Host time around one offloaded tensor: event, stream bookkeeping, pinned buffer, both ways."""
     exposed_copy_out: float
     """Share of device-to-host copies that computation does not hide although they have a stream of their own."""
-    step_seconds: float
-    """Host time of a step that trains, outside forward and backward: clipping, the optimizer's calls, the trainer's loop."""
     blend: float
     """Exponent of the norm that joins GPU and host time; large: a hard maximum."""
 
@@ -191,8 +189,7 @@ class Load:
         swapped = self.swapped_in / up
         copies += max(swapped * self.waits, swapped - (1 - self.waits) * self.swapped_share * total)
         copies += self.swapped_out / (device.device_to_host_bytes_per_second or link)
-        loop = r.step_seconds if self.trained_elements else 0.0
-        return StepTime(total + copies + loop, gpu, host, recompute, copies)
+        return StepTime(total + copies, gpu, host, recompute, copies)
 
 
 @dataclass(frozen=True)

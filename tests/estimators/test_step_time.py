@@ -46,7 +46,6 @@ RATES = Rates(
     hook_seconds=1e-9,
     copy_seconds=1e-9,
     exposed_copy_out=0.25,
-    step_seconds=1e-9,
     blend=64.0,
 )
 """The host costs almost nothing, so that the total is the GPU's time."""
@@ -163,13 +162,6 @@ def test_the_optimizer_moves_28_bytes_a_trained_element() -> None:
 
 
 # Host ----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_step_that_trains_adds_the_loops_own_time() -> None:
-    slow_loop = replace(RATES, step_seconds=0.5)
-    kernels = [(MEMORY, 0.0, 8.0)]
-    assert step(profile(kernels, trained=8), rates=slow_loop).total == pytest.approx(0.5, rel=1e-3)
-    assert step(profile(kernels), rates=slow_loop).total < 0.01
 
 
 def test_a_step_of_small_kernels_takes_the_hosts_time_to_launch_them() -> None:
