@@ -367,7 +367,7 @@ class Session:
         schedules: Sequence[Schedule] | None,
     ) -> Plan:
         """`plan` for the workload's own size."""
-        if (refused := weights_refused(executor, workload.weights_offload)) is not None:
+        if (refused := weights_refused(executor, workload.weights_offload, workload.precision)) is not None:
             raise WorkloadError(refused)
         swapped = workload.swapped_blocks > 0
         warnings, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
@@ -460,7 +460,7 @@ class Session:
         self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None
     ) -> str | None:
         """Where nothing fits: how many blocks would have to wait on the host. None: they cannot, or wait already."""
-        if workload.weights_offload != "none" or weights_refused(executor, "blocks:1") is not None:
+        if workload.weights_offload != "none" or weights_refused(executor, "blocks:1", workload.precision) is not None:
             return None
 
         def swapping(count: int) -> Estimator:

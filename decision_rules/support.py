@@ -14,7 +14,7 @@ from estimators.schedule import Backend, IntervalForm, Offloading, Schedule, res
 from estimators.swapping import Swapping
 from probes import resources
 from probes.structure import Structure
-from probes.workload import Workload
+from probes.workload import FLOAT_PRECISIONS, Workload
 
 
 class Executor(StrEnum):
@@ -141,8 +141,8 @@ BLOCK_SWAP = "block swap"
 """Part of what `per_block_when` calls it."""
 
 
-def weights_refused(executor: Executor, weights_offload: str) -> str | None:
-    """Why the executor does not keep base weights on the host like that, with what would work; None: it does."""
+def weights_refused(executor: Executor, weights_offload: str, precision: str = "bf16") -> str | None:
+    """Why the executor does not keep base weights of that precision on the host like that, with what would work; None: it does."""
     kind = weights_offload.partition(":")[0]
     runs = {
         "none": tuple(Executor),
@@ -150,6 +150,11 @@ def weights_refused(executor: Executor, weights_offload: str) -> str | None:
         "blocks": (Executor.SIMPLETUNER, Executor.BUNDLED),
     }[kind]
     if executor in runs:
+        if kind == "blocks" and executor is Executor.BUNDLED and precision not in FLOAT_PRECISIONS:
+            return (
+                f"--weights-offload {weights_offload} with --precision {precision}: this runtime swaps blocks of unquantised weights; "
+                "--precision bf16 or --executor simpletuner does"
+            )
         return None
     return f"--weights-offload {weights_offload}: {executor} does not do this; --executor {' or '.join(runs)} does"
 

@@ -22,7 +22,7 @@ from enum import StrEnum
 import numpy as np
 
 from estimators.placement import Placement
-from probes.profile import BUFFER, FROZEN, TRAINED, Profile, Weight
+from probes.profile import BUFFER, DESCRIBED, FROZEN, TRAINED, Profile, Weight
 from probes.structure import Structure
 from probes.tape import NEVER, Call, Ints
 
@@ -36,7 +36,7 @@ class Swapping(StrEnum):
     @property
     def moves(self) -> tuple[int, ...]:
         """Kinds of weights that move."""
-        return (FROZEN, TRAINED, BUFFER) if self is Swapping.TRAINER else (FROZEN,)
+        return (FROZEN, TRAINED, BUFFER, DESCRIBED) if self is Swapping.TRAINER else (FROZEN,)
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,10 @@ class SwappedWeights:
     def _add(self, birth: int, death: int, weight: Weight) -> None:
         self.lives.append(Life(birth, max(death, birth + 1), weight[0], weight[1] == TRAINED))
 
-    def _last_release(self, saved: Ints, weight: int) -> int:
-        """New position at which backward is done with a weight; 0: it was not saved."""
-        mine = saved[self._tape.saved_weight[saved] == weight]
+    def _last_release(self, saved: Ints, weight: int, kind: int) -> int:
+        """New position at which backward is done with a weight; 0: it was not saved. A quantised one: with all of these, as every
+        package keeps it for the product in backward, which the trace does not show."""
+        mine = saved if kind == DESCRIBED else saved[self._tape.saved_weight[saved] == weight]
         released = self._tape.released_at[mine]
         return self._place.new_at(int(released.max())) if len(mine) else 0
 
@@ -164,7 +165,7 @@ class SwappedWeights:
         entries = [p.new_at(int(asked.min()))] if len(asked) and asked.min() < NEVER else []
         entries += [p.replay_of(u, calls[0].start) for u in self._replayed(saved)]
         for i, weight in weights:
-            until = max(out, self._last_release(kept, i))
+            until = max(out, self._last_release(kept, i, weight[1]))
             if entries:
                 self._add(0, until, weight)
                 self._add(min(entries), int(NEVER), weight)
@@ -211,7 +212,7 @@ class SwappedWeights:
             saved = self._saved(self._tape.calls[use.block])
             mine = saved[np.isin(self._place.saved_unit[saved], use.units)] if use.units else saved[:0]
             for i, weight in self._moving(use.block):
-                self._add(start, max(use.end, self._last_release(mine, i)), weight)
+                self._add(start, max(use.end, self._last_release(mine, i, weight[1])), weight)
                 self.from_host += weight[0]
             before = use
 

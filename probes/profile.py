@@ -12,10 +12,10 @@ from probes.workload import Workload
 
 FORWARD = "forward"
 """`Profile.source` of a trace of one forward pass without gradients."""
-FROZEN, TRAINED, BUFFER = 0, 1, 2
+FROZEN, TRAINED, BUFFER, DESCRIBED = 0, 1, 2, 3
 
 Weight = tuple[int, int]
-"""(bytes, kind: `FROZEN`, `TRAINED` or `BUFFER`) of a tensor of a block."""
+"""(bytes, kind: `FROZEN`, `TRAINED`, `BUFFER`, or `DESCRIBED`: a quantised one) of a tensor of a block."""
 
 
 @dataclass

@@ -130,6 +130,11 @@ class StandIn(nn.Linear):
         self.bias = like.bias
         self.facts = facts
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of the quantised weight with its scales."""
+        return round(self.weight.numel() * self.facts.weight_bytes)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.facts.scales_input and input.numel():
             # The weight is a tensor subclass that takes the call before autocast would cast the input.

@@ -25,7 +25,7 @@ import numpy as np
 import platformdirs
 
 from probes import resources
-from probes.profile import BUFFER, FROZEN, TRAINED, Profile, Weight
+from probes.profile import BUFFER, DESCRIBED, FROZEN, TRAINED, Profile, Weight
 from probes.structure import Block, Chain, Structure
 from probes.tape import NEVER, REDUCTION, Call, Tape
 from probes.workload import Workload
@@ -254,7 +254,7 @@ def _weights(stored: Mapping[str, Any]) -> dict[str, tuple[Weight, ...]]:
     """
     found = {name: tuple((size, kind) for size, kind in weights) for name, weights in stored.items()}
     for size, kind in (w for weights in found.values() for w in weights):
-        if type(size) is not int or not 0 <= size < 2**60 or kind not in (FROZEN, TRAINED, BUFFER):
+        if type(size) is not int or not 0 <= size < 2**60 or kind not in (FROZEN, TRAINED, BUFFER, DESCRIBED):
             raise ValueError("the weights of a block are not valid")
     return found
 

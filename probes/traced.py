@@ -23,7 +23,7 @@ from probes import build, loha, quantized, stand_ins, thinning
 from probes.compiled import CompiledBlocks
 from probes.discover import discover
 from probes.expressions import evaluate
-from probes.profile import BUFFER, FORWARD, FROZEN, TRAINED, Profile, Weight
+from probes.profile import BUFFER, DESCRIBED, FORWARD, FROZEN, TRAINED, Profile, Weight
 from probes.recorder import Recorder
 from probes.step import forward_loss, predict
 from probes.store import versions
@@ -180,8 +180,10 @@ def _trace(
                 continue
             module = model.get_submodule(names[block.name])
             links.watch(block.name, module)
+            described = {id(m.weight): m.stored_bytes for m in module.modules() if isinstance(m, quantized.StandIn)}
             block_weights[block.name] = tuple(
-                (t.untyped_storage().nbytes(), _kind(t)) for t in owned[names[block.name]]
+                (described[id(t)], DESCRIBED) if id(t) in described else (t.untyped_storage().nbytes(), _kind(t))
+                for t in owned[names[block.name]]
             )
             recorder.watch_weights(owned[names[block.name]])
             if compiled is not None:  # nothing inside has a call of its own

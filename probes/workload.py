@@ -705,11 +705,6 @@ def check_supported(w: Workload) -> None:
             )
         if w.adapter == "full":
             raise NotYetError(f"--weights-offload {w.weights_offload} with --adapter full cannot be estimated yet")
-        if w.swapped_blocks and w.precision not in ("bf16", "bf16-upcast", "fp16", "fp32"):
-            raise NotYetError(
-                f"--weights-offload {w.weights_offload} with --precision {w.precision} cannot be estimated yet: what a quantised "
-                "linear keeps of a weight that moves is not known; --precision bf16 or --weights-offload ramtorch can"
-            )
 
 
 def check_compile(w: Workload) -> None:

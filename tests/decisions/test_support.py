@@ -88,6 +88,13 @@ def test_diffusers_swaps_no_blocks() -> None:
     assert "--executor simpletuner or bundled does" in str(weights_refused(Executor.DIFFUSERS, "blocks:4"))
 
 
+def test_blocks_of_a_quantised_base_are_swapped_by_the_trainer_alone() -> None:
+    assert weights_refused(Executor.SIMPLETUNER, "blocks:4", "int8-sdnq") is None
+    refused = str(weights_refused(Executor.BUNDLED, "blocks:4", "int8-sdnq"))
+    assert "--precision bf16 or --executor simpletuner does" in refused
+    assert weights_refused(Executor.SIMPLETUNER, "ramtorch", "int8-sdnq") is None
+
+
 def test_the_trainer_s_keys_say_where_the_weights_wait() -> None:
     assert simpletuner(NONE, "blocks:7") == {"gradient_checkpointing": False, "musubi_blocks_to_swap": 7}
     assert simpletuner(NONE, "ramtorch") == {"gradient_checkpointing": False, "ramtorch": True}

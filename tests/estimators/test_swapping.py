@@ -13,7 +13,7 @@ from estimators.devices import find_gpu
 from estimators.estimate import Estimator
 from estimators.schedule import Backend, Schedule
 from estimators.swapping import managed_blocks
-from probes.profile import TRAINED, Profile
+from probes.profile import DESCRIBED, TRAINED, Profile
 from probes.target import Target
 from probes.traced import trace
 from probes.workload import WorkloadError, from_request, reduced_copy
@@ -89,6 +89,28 @@ def test_without_recomputation_the_trainer_s_saved_weights_stay_on_the_card() ->
     assert whole.breakdown["weights"] - ours.breakdown["weights"] > 0.5 * block_bytes((0,), 7)
 
 
+def test_the_trainer_moves_what_a_quantised_weight_takes() -> None:
+    request = {"model": "flux", "resolution": 256, "weights_offload": "blocks:20"}
+    moved = {}
+    for precision in ("bf16", "int8-quanto", "nf4"):
+        found = trace(from_request({**request, "precision": precision}), Target("cuda"))
+        made = Estimator(found, find_gpu("H100"), semantics(Executor.SIMPLETUNER, "flux", swapped=True))
+        whole = Estimator(
+            dataclasses.replace(found, workload=dataclasses.replace(found.workload, weights_offload="none")),
+            find_gpu("H100"),
+            semantics(Executor.SIMPLETUNER, "flux"),
+        )
+        memory = made.replay.run(made.semantics.resolve(TORCH, found), made.resident)
+        moved[precision] = memory.weights_to_host
+        described = sum(
+            size for b in managed_blocks(found.structure, 20) for size, k in found.block_weights[b] if k == DESCRIBED
+        )
+        assert (described > 0) == (precision != "bf16")
+        assert made.estimate(TORCH).peak <= whole.estimate(TORCH).peak
+    assert moved["nf4"] < 0.35 * moved["bf16"]
+    assert 0.45 * moved["bf16"] < moved["int8-quanto"] < 0.65 * moved["bf16"]
+
+
 def test_copies_that_run_beside_the_computation_cost_less_than_those_that_are_waited_for() -> None:
     ours, theirs = (estimator(7, e).estimate(TORCH) for e in (Executor.BUNDLED, Executor.SIMPLETUNER))
     assert 0 < ours.copy_seconds < theirs.copy_seconds  # type: ignore[operator]
@@ -103,7 +125,6 @@ def test_swapping_blocks_does_not_change_the_trace() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"precision": "int8-quanto"}, "--precision bf16 or --weights-offload ramtorch can"),
         ({"adapter": "full"}, "--adapter full cannot be estimated yet"),
     ],
 )
