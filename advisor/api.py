@@ -266,15 +266,19 @@ class Session:
         headroom: int = 0,
         host_ram: int | None = None,
         schedules: Sequence[Schedule] | None = None,
+        advising: bool = True,
     ) -> Plan:
         """Estimates every schedule (or the given ones) and chooses. Of several aspect buckets, for the one that needs most.
+
+        Args:
+            advising: where nothing fits, how many blocks would have to be swapped is found out and said.
 
         Raises:
             TraceError, WorkloadError, ScheduleError: the request cannot be answered.
         """
 
         def plan_for(sized: Workload) -> Plan:
-            return self._plan(sized, device, executor, objective, headroom, host_ram, schedules)
+            return self._plan(sized, device, executor, objective, headroom, host_ram, schedules, advising)
 
         if len(workload.buckets) < 2:
             return plan_for(workload)
@@ -365,6 +369,7 @@ class Session:
         headroom: int,
         host_ram: int | None,
         schedules: Sequence[Schedule] | None,
+        advising: bool,
     ) -> Plan:
         """`plan` for the workload's own size."""
         if (refused := weights_refused(executor, workload.weights_offload, workload.precision)) is not None:
@@ -405,8 +410,9 @@ class Session:
                 found_reasons = (f"{executor} has no per-block schedules: the fastest of those that it has",)
         save()
         choice = choose(estimates, objective, estimator.capacity)
-        if choice.chosen is None and (advice := self._swap_advice(workload, device, executor, headroom, host_ram)):
-            choice = dataclasses.replace(choice, reasons=(*choice.reasons, advice))
+        if choice.chosen is None and advising:
+            advice = self._swap_advice(workload, device, executor, headroom, host_ram)
+            choice = dataclasses.replace(choice, reasons=(*choice.reasons, *advice))
         notes = [*workload.family.notes, *warnings, *profile.notes]
         notes += optimizers.notes(workload.optimizer, profile.trained_shapes)
         own, trouble = calibration.current()
@@ -458,36 +464,42 @@ class Session:
 
     def _swap_advice(
         self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None
-    ) -> str | None:
-        """Where nothing fits: how many blocks would have to wait on the host. None: they cannot, or wait already."""
+    ) -> tuple[str, ...]:
+        """Where nothing fits: how many blocks would have to wait on the host. Empty: they cannot, or wait already."""
         if workload.weights_offload != "none" or weights_refused(executor, "blocks:1", workload.precision) is not None:
-            return None
+            return ()
 
-        def swapping(count: int) -> Estimator:
+        def swapping(count: int) -> tuple[Estimator, Callable[[], None]]:
             swapped = dataclasses.replace(workload, weights_offload=f"blocks:{count}")
             check_supported(swapped)
-            _, estimator, _ = self._estimator(swapped, device, executor, headroom, host_ram)
-            return estimator
+            _, estimator, save = self._estimator(swapped, device, executor, headroom, host_ram)
+            return estimator, save
+
+        def estimate(count: int) -> Estimate:
+            estimator, save = swapping(count)
+            found = estimator.estimate(schedule)
+            save()
+            return found
 
         try:
-            most = swapping(MOST_BLOCKS)
+            most, _ = swapping(MOST_BLOCKS)
         except WorkloadError:
-            return None
+            return ()
         if most.swap is None:
-            return None
+            return ()
         structure, count = most.profile.structure, len(most.swap.blocks)
         wanted = candidates(executor, workload.model, structure, workload.variant, swapped=True)
         schedule = min(wanted, key=lambda s: most.measure(s).peak)
-        found = most.estimate(schedule)
+        found = estimate(count)
         if not found.fits:
             return (
                 f"{SWAP_ADVICE}{count}, all that can be swapped, needs {found.peak / GIB:.1f} GiB "
-                f"({schedule.name}), which does not fit either"
+                f"({schedule.name}), which does not fit either",
             )
         fails = 0
         while count - fails > 1:
             middle = (count + fails) // 2
-            tried = swapping(middle).estimate(schedule)
+            tried = estimate(middle)
             if tried.fits:
                 count, found = middle, tried
             else:
@@ -495,7 +507,7 @@ class Session:
         seconds = "" if found.step_seconds is None else f", {found.step_seconds:.3g} s a step"
         return (
             f"{SWAP_ADVICE}{count} fits, the smallest number of blocks that does: peak {found.peak / GIB:.1f} GiB with "
-            f"{schedule.name}, {found.host / GIB:.1f} GiB of host memory{seconds}"
+            f"{schedule.name}, {found.host / GIB:.1f} GiB of host memory{seconds}",
         )
 
 

@@ -341,8 +341,9 @@ def _answer(params: Mapping[str, Any]) -> int:
     session = _session(workload)
 
     def plan_for(card: Device, job: Workload = workload) -> Plan:
-        asked = session if job is workload else _session(job)
-        return asked.plan(job, card, executor, objective, headroom=headroom, host_ram=host_ram)
+        asked = session if job.traced() == workload.traced() else _session(job)
+        advising = job is workload
+        return asked.plan(job, card, executor, objective, headroom=headroom, host_ram=host_ram, advising=advising)
 
     ignored = options.without_effect(request, workload)
     if device is None:
@@ -799,7 +800,7 @@ def largest_that_fits(
     device = card
 
     def plan_for(job: Workload) -> Plan:
-        return session.plan(job, device, chosen, headroom=free, host_ram=host)
+        return session.plan(job, device, chosen, headroom=free, host_ram=host, advising=False)
 
     with _telling() as tell:
         found = largest.search(request, vary, plan_for, tell)

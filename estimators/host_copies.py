@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from estimators.placement import Placement
-from probes.tape import NEVER, Flags, Ints
+from probes.tape import NEVER, Flags, Ints, Tape
 
 
 @dataclass
@@ -58,17 +58,69 @@ class _Piece:
     """Bytes on the host."""
     restored: int
     """Bytes on the device."""
-    saves: list[int]
-    """Its saved tensors."""
+    released: int
+    """When backward is done with its saved tensors; 0: it has none."""
+    asked: int
+    """When backward first asks for one."""
     returned: bool
     """A result of a skipped call is in it."""
 
 
-class AttentionCopies:
-    """The storages that attention offload moves, for one placement."""
+class Pieces:
+    """What of a storage is copied together, for one tape; remembered from schedule to schedule."""
 
-    def __init__(self, place: Placement) -> None:
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Piece]] = {}
+
+    def of(self, saves: Sequence[int], results: Sequence[int]) -> list[_Piece]:
+        """The stretch that holds all views, or view by view where less is copied so.
+
+        Args:
+            saves: saved tensors on one storage that move.
+            results: views that skipped calls return.
+        """
+        key = tuple(saves), tuple(results)
+        if key not in self._known:
+            self._known[key] = self._make(saves, results)
+        return self._known[key]
+
+    def _make(self, saves: Sequence[int], results: Sequence[int]) -> list[_Piece]:
+        t = self._tape
+        members: dict[int, list[int]] = {}
+        for i in saves:
+            members.setdefault(int(t.saved_view[i]), []).append(i)
+        for view in results:
+            members.setdefault(view, [])
+
+        def piece(size: int, restored: int, views: Sequence[int]) -> _Piece:
+            held = [i for v in views for i in members[v]]
+            released = max((int(t.released_at[i]) for i in held), default=0)
+            asked = min((int(t.unpacked_at[i]) for i in held), default=int(NEVER))
+            return _Piece(size, restored, released, asked, any(v in results for v in views))
+
+        pieces = []
+        for kind in dict.fromkeys(int(t.view_type[v]) for v in members):
+            views = [v for v in members if t.view_type[v] == kind]
+            low = min(int(t.view_start[v]) for v in views)
+            high = max(int(t.view_start[v] + t.view_extent[v]) for v in views)
+            if high - low <= sum(int(t.view_bytes[v]) for v in views):
+                pieces.append(piece(high - low, high - low, views))
+            else:
+                pieces += [piece(int(t.view_bytes[v]), int(t.view_extent[v]), [v]) for v in views]
+        return pieces
+
+
+class AttentionCopies:
+    """The storages that attention offload moves, for one placement.
+
+    Args:
+        pieces: of the same tape.
+    """
+
+    def __init__(self, place: Placement, pieces: Pieces | None = None) -> None:
         self.place, tape = place, place.tape
+        self._pieces = pieces or Pieces(tape)
         self.moved: Flags = np.zeros(len(tape.saved_at), bool)
         """Saved tensors that wait on the host."""
         self.returned: dict[int, int] = {}
@@ -100,8 +152,7 @@ class AttentionCopies:
         stays = self._held_elsewhere(pending, sids, saved_until[pending])
         chosen = np.flatnonzero(pending)[~stays]
         self.moved[chosen] = True
-        for i in chosen:
-            self.let_go[int(t.saved_storage[i])] = int(saved_until[i])
+        self.let_go = dict(zip(t.saved_storage[chosen].tolist(), saved_until[chosen].tolist(), strict=True))
         for sid, i in self.returned.items():
             self.let_go.setdefault(sid, p.calls[i].block_end)
 
@@ -125,54 +176,50 @@ class AttentionCopies:
         """The copies of every storage that moves, storage by storage."""
         p, t = self.place, self.place.tape
         by_storage: dict[int, list[int]] = {sid: [] for sid in self.let_go}
-        for i in np.flatnonzero(self.moved):
-            by_storage[int(t.saved_storage[i])].append(int(i))
-        downstream: dict[int, int] = {}
-        for i in np.flatnonzero(np.isin(t.saved_storage, list(self.returned)) & (p.saved_unit >= 0)):
-            sid = int(t.saved_storage[i])
-            downstream[sid] = max(downstream.get(sid, 0), int(t.released_at[i]))
-        return [
-            self._copy(sid, piece, downstream.get(sid, 0))
+        moved = np.flatnonzero(self.moved)
+        for i, sid in zip(moved.tolist(), t.saved_storage[moved].tolist(), strict=True):
+            by_storage[sid].append(i)
+        parts = [
+            (sid, piece)
             for sid, saves in by_storage.items()
-            for piece in self._pieces(saves, self._result_views.get(sid, []))
+            for piece in self._pieces.of(saves, self._result_views.get(sid, ()))
+        ]
+        moments = np.array([(self.let_go[sid], part.released, part.asked) for sid, part in parts], np.int64)
+        downstream = self._downstream()
+        return [
+            self._copy(sid, piece, copied, until, asked, downstream.get(sid, 0))
+            for (sid, piece), (copied, until, asked) in zip(parts, p.new(moments.reshape(-1, 3)).tolist(), strict=True)
         ]
 
-    def _pieces(self, saves: list[int], results: list[int]) -> list[_Piece]:
-        """What of a storage is copied together: the stretch that holds all its views, or view by view where less is copied so."""
-        t = self.place.tape
-        members: dict[int, list[int]] = {}
-        for i in saves:
-            members.setdefault(int(t.saved_view[i]), []).append(i)
-        for view in results:
-            members.setdefault(view, [])
-        pieces = []
-        for kind in dict.fromkeys(int(t.view_type[v]) for v in members):
-            views = [v for v in members if t.view_type[v] == kind]
-            low = min(int(t.view_start[v]) for v in views)
-            high = max(int(t.view_start[v] + t.view_extent[v]) for v in views)
-            if high - low <= sum(int(t.view_bytes[v]) for v in views):
-                together = [i for v in views for i in members[v]]
-                pieces.append(_Piece(high - low, high - low, together, any(v in results for v in views)))
-            else:
-                pieces += [_Piece(int(t.view_bytes[v]), int(t.view_extent[v]), members[v], v in results) for v in views]
-        return pieces
-
-    def _copy(self, sid: int, piece: _Piece, downstream: int) -> HostCopy:
+    def _downstream(self) -> dict[int, int]:
+        """Results of skipped calls that others save too: when backward is done with them."""
         p, t = self.place, self.place.tape
-        end, saves = self.let_go[sid], piece.saves
-        released = max((int(t.released_at[i]) for i in saves), default=0)
-        asked = min((int(t.unpacked_at[i]) for i in saves), default=int(NEVER))
-        until = p.new_at(released)
-        start = p.new_at(asked) if asked < NEVER else None
-        host = released
+        found: dict[int, int] = {}
+        if not self.returned:
+            return found
+        mine = np.flatnonzero(np.isin(t.saved_storage, list(self.returned)) & (p.saved_unit >= 0))
+        for sid, released in zip(t.saved_storage[mine].tolist(), t.released_at[mine].tolist(), strict=True):
+            found[sid] = max(found.get(sid, 0), released)
+        return found
+
+    def _copy(self, sid: int, piece: _Piece, copied: int, until: int, asked: int, downstream: int) -> HostCopy:
+        """
+        Args:
+            copied: and `until`, `asked`: new positions at which it is let go, backward is done with it, and asks for it.
+            downstream: tape position.
+        """
+        p, t = self.place, self.place.tape
+        start = asked if asked < NEVER else None
+        released = until
         if piece.returned:
             call = p.calls[self.returned[sid]]
-            host = max(released, int(p.finish_[call.unit]))
+            released = p.new_at(max(piece.released, int(p.finish_[call.unit])))
             if p.replayed_[call.unit] and p.stop_[call.unit] > call.end:
                 start = p.replay_of(call.unit, call.end)
                 until = max(until, p.replay_of(call.unit, int(t.death[sid])), p.new_at(downstream), start + 1)
-        fetches = [] if start is None else [Fetch(start, until, end)]
-        return HostCopy(sid, piece.size, end, p.new_at(end), p.new_at(host), fetches, restored=piece.restored)
+        group = self.let_go[sid]
+        fetches = [] if start is None else [Fetch(start, until, group)]
+        return HostCopy(sid, piece.size, group, copied, released, fetches, restored=piece.restored)
 
     def in_turn(self, copies: Sequence[HostCopy]) -> list[tuple[int, int]]:
         """(new position, bytes) at which, where host and device are one memory, more is held for a moment than before or after: a

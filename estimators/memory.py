@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from estimators.host_copies import AttentionCopies, Fetch, HostCopy, run_ahead
+from estimators.host_copies import AttentionCopies, Fetch, HostCopy, Pieces, run_ahead
 from estimators.placement import Placement, SimulationError
 from estimators.schedule import Resolution
-from estimators.swapping import Life, Swap, SwappedWeights
+from estimators.swapping import Managed, Swap, SwappedWeights, Swapping
 from probes.profile import Profile
 from probes.tape import NEVER, Ints
 
@@ -130,6 +130,16 @@ class _Ledger:
         return np.cumsum(change).astype(np.int64)
 
 
+@dataclass(frozen=True)
+class _Peaks:
+    """One schedule's step."""
+
+    passes: Memory
+    """At the largest of forward and backward."""
+    end: Memory
+    """At the optimizer's step, without what that needs besides."""
+
+
 @dataclass
 class _Traffic:
     """Copies between device and host."""
@@ -153,7 +163,16 @@ class Replay:
         self.counted = counted
         self.size = counted(profile.tape.size)
         self.gradient = (profile.tape.death >= NEVER) & (profile.tape.birth >= profile.tape.backward_start)
-        self._known: dict[tuple[Resolution, int, bool, bool, Swap | None], tuple[Memory, Resident]] = {}
+        self.pieces = Pieces(profile.tape)
+        self._known: dict[tuple[Resolution, bool, bool, Swap | None], tuple[_Peaks, Resident]] = {}
+        self._managed: dict[tuple[str, Swapping], Managed] = {}
+
+    def managed(self, swap: Swap) -> list[Managed]:
+        """The swapped blocks as the tape has them."""
+        for name in swap.blocks:
+            if (name, swap.how) not in self._managed:
+                self._managed[name, swap.how] = Managed.of(self.profile, name, swap.how)
+        return [self._managed[name, swap.how] for name in swap.blocks]
 
     def run(self, resolution: Resolution, resident: Resident) -> Memory:
         """Simulates one step, once for all devices: what is resident during the whole step only adds to it.
@@ -161,26 +180,22 @@ class Replay:
         Raises:
             SimulationError: the resolution does not belong to this profile.
         """
-        key = (
-            resolution,
-            resident.optimizer_transient,
-            resident.device_is_host,
-            resident.gradients_held,
-            resident.swap,
-        )
+        key = resolution, resident.device_is_host, resident.gradients_held, resident.swap
         if key not in self._known:
-            self._known[key] = _Step(self, resolution, resident).memory(), resident
-        found, before = self._known[key]
-        if resident == before:
-            return found
+            self._known[key] = _Step(self, resolution, resident).peaks(), resident
+        peaks, before = self._known[key]
+        found, extra = peaks.passes, 0
+        if peaks.end.peak + resident.optimizer_transient > found.peak:
+            found, extra = peaks.end, resident.optimizer_transient
         parts = {
             name: found.breakdown[name] - getattr(before, name) + getattr(resident, name)
             for name in ("weights", "adapter", "optimizer", "inputs", "workspace")
         }
+        parts["transient"] = found.breakdown["transient"] + extra
         parts |= {"kept": resident.kept} if resident.kept else {}
         return replace(
             found,
-            peak=found.peak - before.total + resident.total,
+            peak=found.peak - before.total + resident.total + extra,
             breakdown={**{k: v for k, v in found.breakdown.items() if k != "kept"}, **parts},
         )
 
@@ -216,7 +231,7 @@ class _Step:
         self._storage, self._unit, self._release = t.saved_storage[inside], p.saved_unit[inside], t.released_at[inside]
         self._own = p.birth_unit[self._storage] == self._unit
         """Of the tensors saved inside units: born in the same unit, so that recomputation makes them anew."""
-        self._chosen = AttentionCopies(p)
+        self._chosen = AttentionCopies(p, replay.pieces)
         self._returned = np.isin(self._storage, list(self._chosen.returned))
         """Of the tensors saved inside units: results of attention that recomputation takes from the host."""
         self._forward()
@@ -226,11 +241,10 @@ class _Step:
         self.swapped = (
             None
             if resident.swap is None
-            else SwappedWeights(p, replay.profile, resident.swap, ahead=not resident.device_is_host)
+            else SwappedWeights(p, resident.swap.how, replay.managed(resident.swap), ahead=not resident.device_is_host)
         )
         if self.swapped is not None:
-            rows = np.array([(w.birth, w.death, w.size) for w in self.swapped.lives], np.int64).reshape(-1, 3)
-            self.device.add(rows[:, 0], rows[:, 1], self.counted(rows[:, 2]))
+            self.device.add(self.swapped.birth, self.swapped.death, self.counted(self.swapped.size))
         if resident.device_is_host:
             self.device.add(*self.host.lives())
 
@@ -306,18 +320,15 @@ class _Step:
         """Everything that our runtime moves: checkpoint inputs (rows of unit, storage, start, bytes, bytes with gaps) and attention's."""
         p = self.place
         found = self._chosen.copies()
-        in_turn = self._chosen.in_turn(found)
+        in_turn = self._chosen.in_turn(found) if self.resident.device_is_host else []
         known = {(c.storage, 0): c for c in found if c.restored <= c.size}
         views: dict[tuple[int, int], int] = {}
-        uses = np.full(len(p.units) * len(self.size), -1, np.int64) if on_host else np.zeros(0, np.int64)
-        if on_host:
-            np.maximum.at(uses, self._pair(self._unit, self._storage), self._release)
-        for u, sid, start, size, extent in on_host:
-            at, finish = (int(x) for x in p.new(np.array([start, p.finish_[u]])))
+        rows = np.array(on_host, np.int64).reshape(-1, 5)
+        moments = np.stack([rows[:, 2], p.finish_[rows[:, 0]], self._last_use(rows[:, 0], rows[:, 1])], 1)
+        for (u, sid, start, size, extent), (at, finish, held) in zip(on_host, p.new(moments).tolist(), strict=True):
             fetches = []
             if p.replayed_[u]:
                 begin = int(p.replay_start_[u])
-                held = int(p.new(np.array([max(int(uses[u * len(self.size) + sid]), 0)]))[0])
                 fetches = [Fetch(begin, max(held, begin + int(p.length_[u])), start)]
             nth = views.get((u, sid), 0)  # several views of one storage among a unit's arguments are copied one by one
             views[u, sid] = nth + 1
@@ -344,6 +355,18 @@ class _Step:
         self.traffic.tensors += len(found)
         self.traffic.groups = max(1, len({f.group for c in found for f in c.fetches}))
 
+    def _last_use(self, unit: Ints, storage: Ints) -> Ints:
+        """Tape positions at which backward is done with what units saved of storages; 0: nothing."""
+        asked = np.zeros(len(self.size), bool)
+        asked[storage] = True
+        mine = asked[self._storage]
+        pairs, where = np.unique(self._pair(self._unit[mine], self._storage[mine]), return_inverse=True)
+        last = np.zeros(len(pairs) + 1, np.int64)
+        np.maximum.at(last, where, self._release[mine])
+        wanted = self._pair(unit, storage)
+        at = np.searchsorted(pairs, wanted)
+        return np.where(np.append(pairs, -1)[at] == wanted, last[at], 0)
+
     def _inputs_on_host(self, copies: Ints) -> None:
         """Host copies of checkpoint inputs, and the device copies that recomputation makes of them.
 
@@ -358,13 +381,7 @@ class _Step:
         back = p.replayed_[unit]
         unit, sid, size = unit[back], sid[back], size[back]
         self.traffic.from_host += int(size.sum())
-        pairs, where = np.unique(self._pair(self._unit, self._storage), return_inverse=True)
-        last_use = np.zeros(len(pairs) + 1, np.int64)
-        np.maximum.at(last_use, where, self._release)
-        wanted = self._pair(unit, sid)
-        at = np.searchsorted(pairs, wanted)
-        found = np.append(pairs, -1)[at] == wanted
-        held = p.new(np.where(found, last_use[at], 0))
+        held = p.new(self._last_use(unit, sid))
         first = p.replay_start_[unit]
         self.device.add(first, np.maximum(held, first + p.length_[unit]), self.counted(size))
 
@@ -392,43 +409,22 @@ class _Step:
         fetched = moved[back]
         self.device.add(p.new(t.unpacked_at[fetched]), p.new(t.released_at[fetched]), self.counted(size[back]))
 
-    def memory(self) -> Memory:
-        """The peak and what it consists of."""
+    def peaks(self) -> _Peaks:
+        """The two moments that may be the peak, and what each consists of."""
         t, p, resident = self.tape, self.place, self.resident
         curve = self.device.curve(p.length)
         at = int(curve.argmax())
-        peak = int(curve[at])
-        at_optimizer = int(curve[-1]) + resident.optimizer_transient
-        moment = at
-        if at_optimizer > peak:
-            phase, peak, moment = "optimizer", at_optimizer, p.length - 1
-            gradients, saved = int(self.size[self.replay.gradient].sum()), 0
-        else:
-            phase = "forward" if at < int(p.new(np.array([t.backward_start]))[0]) else "backward"
-            alive = (p.new(t.birth) <= at) & (p.new(self.death) > at)
-            there = self.replay.gradient if resident.gradients_held else alive & self.replay.gradient
-            gradients = int(self.size[there].sum())
-            saved = int(self.size[alive & (p.new(t.death) <= at)].sum())
-        here = [w for w in (self.swapped.lives if self.swapped else ()) if w.birth <= moment < w.death]
-        swapped, adapters = self._bytes([w for w in here if not w.trained]), self._bytes([w for w in here if w.trained])
-        host = self.host.curve(p.length)
+        alive = (p.new(t.birth) <= at) & (p.new(self.death) > at)
+        there = self.replay.gradient if resident.gradients_held else alive & self.replay.gradient
+        saved = int(self.size[alive & (p.new(t.death) <= at)].sum())
         ranges: list[list[tuple[int, int]]] = [[] for _ in p.units]
-        for start, end, u in zip(p.range_start, p.range_end, p.range_unit, strict=True):
-            ranges[u].append((int(start), int(end)))
-        return Memory(
-            peak=resident.total + peak,
-            phase=phase,
-            breakdown={
-                "weights": resident.weights + swapped,
-                "adapter": resident.adapter + adapters,
-                "gradients": gradients,
-                "optimizer": resident.optimizer,
-                "saved": saved,
-                "transient": peak - gradients - saved - swapped - adapters,
-                "inputs": resident.inputs,
-                "workspace": resident.workspace,
-                **({"kept": resident.kept} if resident.kept else {}),
-            },
+        for start, end, u in zip(p.range_start.tolist(), p.range_end.tolist(), p.range_unit.tolist(), strict=True):
+            ranges[u].append((start, end))
+        host = self.host.curve(p.length)
+        passes = Memory(
+            peak=resident.total + int(curve[at]),
+            phase="forward" if at < p.new_at(t.backward_start) else "backward",
+            breakdown=self._breakdown(at, int(curve[at]), int(self.size[there].sum()), saved),
             host_peak=int(host.max(initial=0)),
             to_host=self.traffic.to_host,
             from_host=self.traffic.from_host,
@@ -440,6 +436,31 @@ class _Step:
             swapped_calls=tuple(self.swapped.calls) if self.swapped else (),
             waits=self.swapped.waits / self.swapped.uses if self.swapped and self.swapped.uses else 1.0,
         )
+        left = int(curve[-1])
+        gradients = int(self.size[self.replay.gradient].sum())
+        end = replace(
+            passes,
+            peak=resident.total + left,
+            phase="optimizer",
+            breakdown=self._breakdown(p.length - 1, left, gradients, 0),
+        )
+        return _Peaks(passes, end)
 
-    def _bytes(self, lives: list[Life]) -> int:
-        return int(self.counted(np.array([w.size for w in lives], np.int64)).sum())
+    def _breakdown(self, moment: int, allocated: int, gradients: int, saved: int) -> dict[str, int]:
+        """Bytes at a new position."""
+        resident, swapped, adapters = self.resident, 0, 0
+        if (w := self.swapped) is not None:
+            here = (w.birth <= moment) & (moment < w.death)
+            swapped = int(self.counted(w.size[here & ~w.trained]).sum())
+            adapters = int(self.counted(w.size[here & w.trained]).sum())
+        return {
+            "weights": resident.weights + swapped,
+            "adapter": resident.adapter + adapters,
+            "gradients": gradients,
+            "optimizer": resident.optimizer,
+            "saved": saved,
+            "transient": allocated - gradients - saved - swapped - adapters,
+            "inputs": resident.inputs,
+            "workspace": resident.workspace,
+            **({"kept": resident.kept} if resident.kept else {}),
+        }

@@ -24,7 +24,7 @@ import numpy as np
 from estimators.placement import Placement
 from probes.profile import BUFFER, DESCRIBED, FROZEN, TRAINED, Profile, Weight
 from probes.structure import Structure
-from probes.tape import NEVER, Call, Ints
+from probes.tape import NEVER, Call, Flags, Ints
 
 
 class Swapping(StrEnum):
@@ -51,7 +51,7 @@ class Swap:
 class _Use:
     """One time that a block is brought."""
 
-    block: str
+    block: Managed
     start: int
     end: int
     """New positions."""
@@ -60,14 +60,43 @@ class _Use:
 
 
 @dataclass(frozen=True)
-class Life:
-    """One copy of one weight on the device, from one new position to another."""
+class Managed:
+    """A swapped block as the tape has it: the same for every schedule."""
 
-    birth: int
-    death: int
-    size: int
-    """Bytes."""
-    trained: bool
+    calls: tuple[Call, ...]
+    number: Ints
+    """Of each weight that moves: its position among the block's weights."""
+    size: Ints
+    """Bytes of each."""
+    trained: Flags
+    described: Flags
+    """A quantised one. Every package keeps it for the product in backward, which the trace does not show."""
+    saved: Ints
+    """Numbers of what is saved while the block runs."""
+    saved_weight: Ints
+    """For each: which of the moving weights it is, or -1."""
+
+    @staticmethod
+    def of(profile: Profile, name: str, how: Swapping) -> Managed:
+        """Reads it from a profile."""
+        tape = profile.tape
+        calls = tape.calls.get(name, ())
+        weights = profile.block_weights.get(name, ())
+        number = np.array([i for i, w in enumerate(weights) if w[1] in how.moves], np.int64)
+        parts = [np.arange(*np.searchsorted(tape.saved_at, (c.start, c.end))) for c in calls]
+        saved = np.concatenate([np.zeros(0, np.int64), *parts])
+        place = np.full(len(weights) + 1, -1, np.int64)
+        place[number] = np.arange(len(number))
+        weight = tape.saved_weight[saved]
+        return Managed(
+            calls,
+            number,
+            np.array([weights[i][0] for i in number], np.int64),
+            np.array([weights[i][1] == TRAINED for i in number], bool),
+            np.array([weights[i][1] == DESCRIBED for i in number], bool),
+            saved,
+            place[np.where(weight < len(weights), weight, -1)],
+        )
 
 
 def managed_blocks(structure: Structure, count: int) -> tuple[str, ...]:
@@ -109,12 +138,13 @@ class SwappedWeights:
     """The managed blocks' weights during one step.
 
     Args:
+        blocks: those of the swap, in its order.
         ahead: copies run beside the computation.
     """
 
-    def __init__(self, place: Placement, profile: Profile, swap: Swap, *, ahead: bool) -> None:
-        self._place, self._tape, self._profile, self._swap = place, place.tape, profile, swap
-        self.lives: list[Life] = []
+    def __init__(self, place: Placement, how: Swapping, blocks: Sequence[Managed], *, ahead: bool) -> None:
+        self._place, self._tape = place, place.tape
+        self._lives: list[tuple[Ints, Ints, Ints, Flags]] = []
         self.to_host = 0
         """Bytes copied out in a step."""
         self.from_host = 0
@@ -123,74 +153,68 @@ class SwappedWeights:
         self.calls: list[tuple[int, int]] = []
         """[start, end) of the blocks in the forward pass; tape positions."""
         uses: list[_Use] = []
-        for name in swap.blocks:
-            calls = self._tape.calls.get(name, ())
-            if not calls or not self._moving(name):
+        for block in blocks:
+            if not block.calls or not len(block.number):
                 continue
-            self.calls += [(c.start, c.end) for c in calls]
-            if swap.how is Swapping.TRAINER:
-                self._trainers(self._moving(name), calls)
+            self.calls += [(c.start, c.end) for c in block.calls]
+            if how is Swapping.TRAINER:
+                self._trainers(block)
             else:
-                uses += self._uses(name, calls)
+                uses += self._uses(block)
         self.uses = len(uses)
         """Times that our runtime brings a block."""
         self._bring(sorted(uses, key=lambda use: use.start), ahead)
+        none = np.zeros(0, np.int64)
+        columns = zip((none, none, none, none.astype(bool)), *self._lives, strict=True)
+        self.birth, self.death, self.size, self.trained = (np.concatenate(column) for column in columns)
+        """Of every copy of a weight on the device: new positions from which and until which it is there, bytes, whether it is trained."""
 
-    def _moving(self, name: str) -> list[tuple[int, Weight]]:
-        """(number, weight) of a block's weights that move."""
-        weights = enumerate(self._profile.block_weights.get(name, ()))
-        return [(i, w) for i, w in weights if w[1] in self._swap.how.moves]
+    def _add(self, block: Managed, birth: Ints | int, death: Ints | int) -> None:
+        """A copy of each of a block's weights."""
+        births = np.broadcast_to(np.asarray(birth, np.int64), block.size.shape)
+        self._lives.append((births, np.maximum(death, births + 1), block.size, block.trained))
 
-    def _saved(self, calls: Sequence[Call]) -> Ints:
-        """Numbers of what is saved while a block runs."""
-        parts = [np.arange(*np.searchsorted(self._tape.saved_at, (c.start, c.end))) for c in calls]
-        return np.concatenate(parts)
+    def _last_release(self, block: Managed, counted: Flags) -> Ints:
+        """New positions at which backward is done with each weight, by those of what the block saved that count (all of them, for a
+        quantised one); 0: none of them is it."""
+        released = self._tape.released_at[block.saved]
+        mine = counted & (block.saved_weight >= 0)
+        last = np.full(len(block.size), -1, np.int64)
+        np.maximum.at(last, block.saved_weight[mine], released[mine])
+        last[block.described] = released[counted].max(initial=-1)
+        return np.where(last >= 0, self._place.new(np.maximum(last, 0)), 0)
 
-    def _add(self, birth: int, death: int, weight: Weight) -> None:
-        self.lives.append(Life(birth, max(death, birth + 1), weight[0], weight[1] == TRAINED))
-
-    def _last_release(self, saved: Ints, weight: int, kind: int) -> int:
-        """New position at which backward is done with a weight; 0: it was not saved. A quantised one: with all of these, as every
-        package keeps it for the product in backward, which the trace does not show."""
-        mine = saved if kind == DESCRIBED else saved[self._tape.saved_weight[saved] == weight]
-        released = self._tape.released_at[mine]
-        return self._place.new_at(int(released.max())) if len(mine) else 0
-
-    def _trainers(self, weights: Sequence[tuple[int, Weight]], calls: Sequence[Call]) -> None:
-        p = self._place
-        saved = self._saved(calls)
-        kept = saved[p.saved_unit[saved] < 0]
+    def _trainers(self, block: Managed) -> None:
+        p, calls = self._place, block.calls
+        unit = p.saved_unit[block.saved]
         out = p.new_at(calls[-1].end)
-        asked = self._tape.unpacked_at[kept]
+        asked = self._tape.unpacked_at[block.saved[unit < 0]]
         entries = [p.new_at(int(asked.min()))] if len(asked) and asked.min() < NEVER else []
-        entries += [p.replay_of(u, calls[0].start) for u in self._replayed(saved)]
-        for i, weight in weights:
-            until = max(out, self._last_release(kept, i, weight[1]))
-            if entries:
-                self._add(0, until, weight)
-                self._add(min(entries), int(NEVER), weight)
-            else:
-                self._add(p.new_at(calls[0].start), until, weight)
-        total = sum(w[0] for _, w in weights)
+        entries += [p.replay_of(u, calls[0].start) for u in self._replayed(unit)]
+        until = np.maximum(out, self._last_release(block, unit < 0))
+        if entries:
+            self._add(block, 0, until)
+            self._add(block, min(entries), int(NEVER))
+        else:
+            self._add(block, p.new_at(calls[0].start), until)
+        total = int(block.size.sum())
         self.to_host += total
         self.from_host += total
 
-    def _replayed(self, saved: Ints) -> list[int]:
-        """Units in which something of the block was saved and that run again."""
-        units = np.unique(self._place.saved_unit[saved])
-        return [int(u) for u in units if u >= 0 and self._place.replayed_[u]]
+    def _replayed(self, saved_unit: Ints) -> list[int]:
+        """Units in which something of a block was saved and that run again."""
+        return [u for u in sorted(set(saved_unit.tolist())) if u >= 0 and self._place.replayed_[u]]
 
-    def _uses(self, name: str, calls: Sequence[Call]) -> list[_Use]:
+    def _uses(self, block: Managed) -> list[_Use]:
         """When our runtime brings a block."""
         p, t = self._place, self._tape
-        saved = self._saved(calls)
-        moving = [i for i, _ in self._moving(name)]
-        references = saved[(p.saved_unit[saved] < 0) & np.isin(t.saved_weight[saved], moving)]
-        found = [_Use(name, p.new_at(c.start), p.new_at(c.end), ()) for c in calls]
+        unit = p.saved_unit[block.saved]
+        references = block.saved[(unit < 0) & (block.saved_weight >= 0)]
+        found = [_Use(block, p.new_at(c.start), p.new_at(c.end), ()) for c in block.calls]
         replays = [
-            _Use(name, p.replay_of(u, start), p.replay_of(u, end), (u,))
-            for u in self._replayed(saved)
-            for start, end in self._inside(u, calls)
+            _Use(block, p.replay_of(u, start), p.replay_of(u, end), (u,))
+            for u in self._replayed(unit)
+            for start, end in self._inside(u, block.calls)
         ]
         asked = t.unpacked_at[references]
         if len(asked) and asked.min() < NEVER:  # while references are left, the block stays
@@ -198,22 +222,24 @@ class SwappedWeights:
             joined = [r for r in replays if r.start <= last]
             starts = [p.new_at(int(asked.min())), *(r.start for r in joined)]
             ends = [last, *(r.end for r in joined)]
-            found.append(_Use(name, min(starts), max(ends), tuple(u for r in joined for u in r.units)))
-            replays = [r for r in replays if r not in joined]
+            found.append(_Use(block, min(starts), max(ends), tuple(u for r in joined for u in r.units)))
+            replays = [r for r in replays if r.start > last]
         return found + replays
 
     def _bring(self, uses: Sequence[_Use], ahead: bool) -> None:
         """Copies of blocks for their uses; what recomputation saves of them stays until backward has used it."""
         before: _Use | None = None
         for use in uses:
-            early = ahead and before is not None and before.block != use.block
+            block = use.block
+            early = ahead and before is not None and before.block is not block
             start = before.start if early and before is not None else use.start
             self.waits += not early
-            saved = self._saved(self._tape.calls[use.block])
-            mine = saved[np.isin(self._place.saved_unit[saved], use.units)] if use.units else saved[:0]
-            for i, weight in self._moving(use.block):
-                self._add(start, max(use.end, self._last_release(mine, i, weight[1])), weight)
-                self.from_host += weight[0]
+            unit = self._place.saved_unit[block.saved]
+            again = np.zeros(len(unit), bool)
+            for u in use.units:
+                again |= unit == u
+            self._add(block, start, np.maximum(use.end, self._last_release(block, again)))
+            self.from_host += int(block.size.sum())
             before = use
 
     def _inside(self, unit: int, calls: Sequence[Call]) -> list[tuple[int, int]]:
