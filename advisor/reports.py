@@ -488,6 +488,8 @@ def draw_models(families: Iterable[Family], console: Console) -> None:
 
 _FORMS = {
     IntervalForm.SEGMENTS: "k puts k consecutive blocks into one checkpoint; a stride leaves the blocks between two segments alone",
+    IntervalForm.SEGMENTS_OVERALL: "k puts k consecutive blocks into one checkpoint, from one list of blocks into the next; a stride leaves the "
+    "blocks between two segments alone",
     IntervalForm.EVERY_KTH: "k recomputes every k-th block on its own; a stride s those with index % s < k",
     IntervalForm.EVERY_KTH_OVERALL: "k recomputes every k-th block on its own; a stride s those with index % s < k; the index counts on from one list of "
     "blocks to the next",

@@ -21,6 +21,8 @@ MOST_REPLAYS = 600
 """Replays that are made at most; one takes milliseconds."""
 FINAL_TRIES = 24
 """Full estimates (with the allocator's simulation) that are made at most."""
+EXCHANGES = 3
+"""Searches by exchange, each within less memory than the one before, until one fits."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class _Search:
         hulls = [self._hull(kind) for kind in self.kinds]
         moves = _moves(hulls, self.kinds)
         low, high = 0, len(moves)
-        capacity = self.estimator.capacity
+        capacity = self.estimator.likely_capacity
         while low < high:
             middle = (low + high) // 2
             if self._measure(self._after(moves[:middle], hulls))[0] <= capacity:
@@ -144,7 +146,16 @@ class _Search:
     def _exchange(self, best: Estimate) -> Estimate:
         """Moves blocks of a kind from one action to another while that is faster and fits. Costs do not quite add up: copies
         that the link cannot hide become dear all at once."""
-        room = int(self.estimator.capacity * best.peak / max(best.reserved, 1))
+        room = int(self.estimator.likely_capacity * best.peak / max(best.reserved, 1))
+        for _ in range(EXCHANGES):
+            found = self.estimator.estimate(Schedule(actions=self._exchanged(best, room)))
+            if found.fits:
+                return found if (found.step_seconds or 0.0) < (best.step_seconds or 0.0) else best
+            room = min(room, found.peak) * 99 // 100  # it leaves more of what is reserved unused
+        return best
+
+    def _exchanged(self, best: Estimate, room: int) -> tuple[Action, ...]:
+        """The fastest that exchanges lead to with a peak of at most `room` bytes."""
         counts: list[dict[Action, int]] = []
         for kind in self.kinds:
             own = [(best.schedule.actions or ())[i] for i in kind.blocks]
@@ -166,9 +177,7 @@ class _Search:
                         peak, seconds = self._measure(self._placed(trial))
                         if peak <= room and seconds is not None and seconds < fastest * (1 - 1e-4):
                             counts, fastest, improved = trial, seconds, True
-        found = self.estimator.estimate(Schedule(actions=self._placed(counts)))
-        better = found.fits and (found.step_seconds or 0.0) < (best.step_seconds or 0.0)
-        return found if better else best
+        return self._placed(counts)
 
     def _placed(self, counts: Sequence[dict[Action, int]]) -> tuple[Action, ...]:
         """Actions of all blocks: the early ones of a kind take what frees the most."""
@@ -185,7 +194,7 @@ class _Search:
     ) -> tuple[Estimate, list[_Move]]:
         """Takes moves back, the dearest first, while the schedule still fits: moves are whole blocks, and the last one may
         have freed more than was missing."""
-        capacity = self.estimator.capacity
+        capacity = self.estimator.likely_capacity
         for move in sorted(set(taken), key=lambda m: -m.seconds_per_byte):
             fewer = list(taken)
             fewer.remove(move)

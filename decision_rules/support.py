@@ -95,11 +95,15 @@ def _matrix() -> tuple[TrainerSupport, ...]:
         "every block only": IntervalForm.IGNORED,
         "none": IntervalForm.IGNORED,
     }
+    overall = {
+        IntervalForm.SEGMENTS: IntervalForm.SEGMENTS_OVERALL,
+        IntervalForm.EVERY_KTH: IntervalForm.EVERY_KTH_OVERALL,
+    }
     return tuple(
         TrainerSupport(
             family=r["family"],
             variant=r["variant"],
-            interval_form=IntervalForm.EVERY_KTH_OVERALL if r["index"] == "continues" else forms[r["schedule"]],
+            interval_form=overall[forms[r["schedule"]]] if r["index"] == "continues" else forms[r["schedule"]],
             checkpoints=r["schedule"] != "none",
             interval=r["interval_safety"] == "True",
             stride=r["stride_safety"] == "True",
@@ -163,7 +167,7 @@ def _per_block(row: TrainerSupport, swapped: bool) -> bool:
     """Whether block swap makes the trainer leave segments."""
     return (
         swapped
-        and row.interval_form is IntervalForm.SEGMENTS
+        and row.interval_form in (IntervalForm.SEGMENTS, IntervalForm.SEGMENTS_OVERALL)
         and any(BLOCK_SWAP in reason for reason in row.per_block_when)
     )
 

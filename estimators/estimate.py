@@ -253,6 +253,11 @@ class Estimator:
         """Bytes that the allocator may reserve."""
         return self.device.usable_bytes - self.device.context_bytes - self.headroom
 
+    @property
+    def likely_capacity(self) -> int:
+        """The largest peak in bytes that is likely enough to fit, fragmentation aside."""
+        return min(self.capacity, int(self.capacity * math.exp(-self.bands.peak_band.at(LIKELY))))
+
     def measure(self, schedule: Schedule) -> Measure:
         """Peak and step time alone: a replay, without the allocator's simulation.
 

@@ -83,6 +83,8 @@ class IntervalForm(StrEnum):
 
     SEGMENTS = "segments"
     """k consecutive blocks share one checkpoint; the next one starts a stride later."""
+    SEGMENTS_OVERALL = "segments-overall"
+    """The same, where the lists of blocks are one sequence: a segment may reach from one into the next."""
     EVERY_KTH = "every-kth"
     """Block i is checkpointed on its own when ``i % k == 0`` (with stride: ``i % stride < k``)."""
     EVERY_KTH_OVERALL = "every-kth-overall"
@@ -283,12 +285,24 @@ def _positions(chain: Chain, schedule: Schedule, form: IntervalForm, before: int
     k, s = schedule.interval or 1, schedule.stride
     if form is IntervalForm.IGNORED or not chain.groupable or k == 1:
         return [[i] for i in range(n)]
-    if form is not IntervalForm.SEGMENTS:
+    if form not in (IntervalForm.SEGMENTS, IntervalForm.SEGMENTS_OVERALL):
         return [[i] for i in range(n) if ((i + before) % s < k if s else (i + before) % k == 0)]
     groups = [list(range(start, min(start + k, n))) for start in range(0, n, s or k)]
     if chain.linked is False:
         return [[i] for g in groups for i in g]
     return groups
+
+
+def _sequences(structure: Structure) -> list[Chain]:
+    """The lists whose blocks may be grouped as one, then the others."""
+    grouped = [c for c in structure.chains if c.groupable]
+    whole = Chain(
+        ", ".join(c.path for c in grouped),
+        tuple(b for c in grouped for b in c.blocks),
+        linked=not any(c.linked is False for c in grouped),
+        groupable=True,
+    )
+    return [whole, *(c for c in structure.chains if not c.groupable)]
 
 
 def resolve(
@@ -377,7 +391,7 @@ def resolve(
             notes.append(f"{len(without)} blocks ({kinds}) have no separate feed-forward side and keep everything")
     elif schedule.backend is not Backend.NONE:
         before = 0
-        for chain in structure.chains:
+        for chain in _sequences(structure) if interval_form is IntervalForm.SEGMENTS_OVERALL else structure.chains:
             groups = _positions(
                 chain, schedule, interval_form, before if interval_form is IntervalForm.EVERY_KTH_OVERALL else 0
             )
@@ -386,7 +400,11 @@ def resolve(
                 names = tuple(chain.blocks[i].name for i in group)
                 units.append(Unit(names, offload))
                 recomputed.extend(names)
-        if schedule.interval and interval_form is IntervalForm.SEGMENTS:
+        if interval_form is IntervalForm.SEGMENTS_OVERALL:
+            order = {b.name: i for i, b in enumerate(structure.blocks)}
+            units.sort(key=lambda u: order[u.modules[0]])
+            recomputed.sort(key=order.__getitem__)
+        if schedule.interval and interval_form in (IntervalForm.SEGMENTS, IntervalForm.SEGMENTS_OVERALL):
             loose = [c.path for c in structure.chains if c.linked is False and c.groupable]
             if loose:
                 shown = loose[0] if len(loose) == 1 else f"{loose[0]} and {len(loose) - 1} more lists"

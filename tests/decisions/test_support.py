@@ -167,6 +167,11 @@ def test_the_trainer_rejects_schedules_of_single_blocks() -> None:
     assert verdict.reason == "SimpleTuner has no per-block schedules; --executor bundled runs them"
 
 
+def test_a_trainers_lists_that_are_one_sequence_are_segmented_as_one() -> None:
+    assert semantics(Executor.SIMPLETUNER, "zlab_i1").interval_form is IntervalForm.SEGMENTS_OVERALL
+    assert semantics(Executor.SIMPLETUNER, "hidream").interval_form is IntervalForm.EVERY_KTH_OVERALL
+
+
 def test_every_family_of_the_matrix_has_a_known_meaning() -> None:
     matrix = support._matrix()
     assert len(matrix) > 40
@@ -174,7 +179,7 @@ def test_every_family_of_the_matrix_has_a_known_meaning() -> None:
         assert row.unsloth in ("yes", "ignored") or row.unsloth.startswith("only with interval"), row.family
         assert row.interval or row.interval_form is IntervalForm.IGNORED, row.family
         assert trainer_support(row.family, row.variant.replace("*", "base") or None) is row
-        segments = row.interval_form is IntervalForm.SEGMENTS
+        segments = row.interval_form in (IntervalForm.SEGMENTS, IntervalForm.SEGMENTS_OVERALL)
         assert bool(row.per_block_when) == bool(row.per_block_loop) == segments, row.family
         assert bool(row.ffn_scope) <= (row.ffn is not Ffn.NO), row.family
         assert bool(row.offload_scope) == row.attention_offload or row.family == "infinitetalk"
