@@ -13,7 +13,17 @@ from typing import Any
 
 from decision_rules.ladder import Choice, Objective, choose
 from decision_rules.optimum import optimum
-from decision_rules.support import Executor, Verdict, as_run, candidates, check, semantics, weights_refused
+from decision_rules.support import (
+    Executor,
+    Verdict,
+    as_run,
+    candidates,
+    check,
+    semantics,
+    smaller_weights,
+    weights_note,
+    weights_refused,
+)
 from estimators import calibration, devices, optimizers, swapping
 from estimators.devices import Device, DeviceKind
 from estimators.estimate import GIB, Estimate, Estimator, usable_reserved
@@ -409,7 +419,7 @@ class Session:
             else:
                 found_reasons = (f"{executor} has no per-block schedules: the fastest of those that it has",)
         save()
-        choice = choose(estimates, objective, estimator.capacity)
+        choice = choose(estimates, objective, estimator.capacity, smaller_weights(executor, workload))
         if choice.chosen is None and advising:
             advice = self._swap_advice(workload, device, executor, headroom, host_ram)
             choice = dataclasses.replace(choice, reasons=(*choice.reasons, *advice))
@@ -424,6 +434,8 @@ class Session:
             )
         if device.note:
             notes.append(device.note)
+        if (not_run := weights_note(executor, workload)) is not None:
+            notes.append(not_run)
         if estimator.swap is not None:
             notes += swapping.notes(estimator.swap, workload.swapped_blocks)
         if device.windows and (

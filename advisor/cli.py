@@ -743,6 +743,9 @@ def largest_that_fits(
     model_config: options.ModelConfig = None,
     revision: options.Revision = None,
     resolution: options.Resolution = None,
+    buckets: options.Buckets = None,
+    aspect_buckets: options.AspectBuckets = None,
+    bucket_step: options.BucketStep = None,
     frames: options.Frames = None,
     seconds: options.Seconds = None,
     references: options.References = None,
@@ -772,6 +775,7 @@ def largest_that_fits(
     vram: options.Vram = None,
     headroom: options.Headroom = None,
     host_ram: options.HostRam = None,
+    resident_gib: options.ResidentGib = None,
     executor: options.ExecutorName = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -820,10 +824,17 @@ def largest_that_fits(
 
 @app.command("import", cls=_Command)
 def import_config(
+    ctx: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A SimpleTuner config.json.", show_default=False)],
     gpu: options.NeededGpu = None,
     vram: options.Vram = None,
     headroom: options.Headroom = None,
+    host_ram: options.HostRam = None,
+    resident_gib: options.ResidentGib = None,
+    os_name: options.OsName = None,
+    buckets: options.Buckets = None,
+    aspect_buckets: options.AspectBuckets = None,
+    bucket_step: options.BucketStep = None,
     objective: options.ObjectiveName = None,
     output: Annotated[
         str | None,
@@ -847,7 +858,8 @@ def import_config(
 
     free = options.gib("headroom", options.number(_given(headroom, "0")))
     aim = Objective(options.choice("objective", _given(objective, "ladder"), options.OBJECTIVES))
-    read = importing.read(options.input_file("CONFIG", config))
+    host = None if host_ram is None else options.gib("host-ram", options.number(host_ram))
+    read = importing.read(options.input_file("CONFIG", config)).beside(options.request(ctx.params))
     path = None
     if output is not None:
         path = options.output_file("output", output)
@@ -856,16 +868,17 @@ def import_config(
             _say(f"advise: note: --output {output} is the configuration that was read; it is replaced")
     workload = importing.workload(read)
     card = options.device(gpu, None if vram is None else options.number(vram), detect_gpu)
+    card = options.on_system(card, os_name, own=gpu is None and vram is None)
     if card is None:
         raise WorkloadError("advise import needs a card to plan for and this machine has no GPU; give --gpu or --vram")
     options.check_headroom(free, card)
     session = _session(workload)
-    answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free)
+    answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free, host_ram=host)
     if all(e.schedule != read.schedule for e in answer.schedules):
         swapped, compiled = workload.swapped_blocks > 0, workload.compiles
         others = candidates(Executor.SIMPLETUNER, workload.model, answer.structure, swapped=swapped, compiled=compiled)
         wanted = [read.schedule, *others]
-        answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free, schedules=wanted)
+        answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free, host_ram=host, schedules=wanted)
     own = next(e for e in answer.schedules if e.schedule == read.schedule)
     fits = answer.recommended is not None
     if path is not None and fits:
@@ -984,7 +997,7 @@ def run(
     ] = None,
     accumulate: Annotated[
         str | None,
-        typer.Option("--accumulate", metavar="N", help="Batches a step. Default: 1.", show_default=False),
+        typer.Option("--accumulate", metavar="N", help="Batches a step. Default: the plan's.", show_default=False),
     ] = None,
     seed: Annotated[
         str | None,

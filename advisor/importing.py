@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
@@ -28,10 +29,15 @@ _PRECISION = {"no_change": "bf16", "nf4-bnb": "nf4"}
 """The trainer's names that differ from the command's."""
 _MEMORY = (
     "dynamo_backend", "feed_forward_chunk_size",
-    "enable_chunked_feed_forward", "use_ema", "controlnet", "fsdp_enable", "deepspeed_config", "ramtorch_target_modules",
+    "enable_chunked_feed_forward", "controlnet", "fsdp_enable", "deepspeed_config", "ramtorch_target_modules",
     "fsdp_activation_checkpointing", "tread_config", "layersync_enabled", "crepa_enabled", "distillation_method",
 )  # fmt: skip
 """Keys that change memory or time and are not read; said in a note where they are on."""
+
+
+_BUCKETS = (
+    "aspect buckets live in the data backend's file, not in this one; give them with --bucket or --aspect-buckets"
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,17 @@ class Imported:
     schedule: Schedule
     """Its own."""
     notes: tuple[str, ...]
+
+    def beside(self, options: Mapping[str, Any]) -> Imported:
+        """With what no configuration says and the command does: buckets, what else is kept on the card.
+
+        Args:
+            options: by request key.
+        """
+        notes = self.notes
+        if any("bucket" in key for key in options):
+            notes = tuple(n for n in notes if n != _BUCKETS)
+        return dataclasses.replace(self, request={**self.request, **options}, notes=notes)
 
     def patched(self, controls: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration with other keys for checkpointing, in its own spelling of keys (with dashes or without)."""
@@ -170,6 +187,13 @@ def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any])
     if (steps := values.get("gradient_accumulation_steps")) not in (None, "", 1, "1"):
         request["accumulate"] = _number(steps)
         notes.append(f"gradient_accumulation_steps {_shown(steps)}: step times here are of one batch")
+    if _flag(values, "use_ema"):
+        if _text(values, "ema_device", default="cpu") == "accelerator":
+            request["ema"] = True
+        else:
+            notes.append(
+                "use_ema is on: its average is taken to wait on the host, where ema_device accelerator is not set"
+            )
     notes += [f"{k} is on and is not taken into account" for k in _MEMORY if not _is_off(values.get(k))]
     if not _is_off(values.get("enable_group_offload")):
         notes.append(f"enable_group_offload is on and is not planned for: {GROUP_OFFLOAD}")
@@ -247,7 +271,7 @@ def _size(values: Mapping[str, Any], family: catalogue.Family, request: dict[str
         request["resolution"] = f"{side}x{side}"
     else:
         request["resolution"] = int(size) if isinstance(size, float) and size.is_integer() else size
-    notes.append("aspect buckets live in the data backend's file, not in this one; plan for the largest with --bucket")
+    notes.append(_BUCKETS)
 
 
 def _root(value: float) -> float:

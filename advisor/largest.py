@@ -113,6 +113,8 @@ def search(
         WorkloadError: nothing to vary, or a request that is not valid.
     """
     start = from_request(request)
+    if start.buckets and vary in ("resolution", "frames"):
+        raise WorkloadError(f"--vary {vary} goes with one size: leave the buckets out, or vary batch or rank")
     choices = values(vary, start)
     seen: dict[int, Tried | None] = {}
 

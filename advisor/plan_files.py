@@ -256,6 +256,8 @@ def _workload(stored: _Reader) -> Workload:
     height, width = stored.value("height"), stored.value("width")
     given = {k: stored.content[k] for k in REQUEST_KEYS if k in stored.content} | {"resolution": f"{width}x{height}"}
     given["buckets"] = stored.value("buckets") or None
+    if given.get("validation_resolution") == "":  # not asked about; what the other two say is compared below
+        given = {k: v for k, v in given.items() if not k.startswith("validation_")}
     sheet = stored.object("sheet").content if "sheet" in stored.content else None
     if sheet is None and outside.is_outside(given):
         raise PlanError(

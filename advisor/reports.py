@@ -36,7 +36,7 @@ PIPED_WIDTH = 100
 """Columns when standard output is no terminal and COLUMNS is not set."""
 
 CERTAIN = 0.975
-"""Probability of fitting from which the upper end of the 95 % band fits too; below it a fit is called tight."""
+"""Probability of fitting below which a fit is called tight: that of the upper end of a 95 % band."""
 
 
 def render(draw: Callable[[Console], None]) -> str:
@@ -93,7 +93,7 @@ def seconds_band(e: Estimate) -> str:
 
 
 def fit_word(estimate: Estimate) -> str:
-    """``yes``, ``tight`` (the upper end of the band does not fit), ``no`` or ``unsupported``."""
+    """``yes``, ``tight`` (less than `CERTAIN` likely), ``no`` or ``unsupported``."""
     if not estimate.supported:
         return "unsupported"
     if not estimate.fits:
@@ -345,7 +345,7 @@ def _draw_notes(plan: Plan, console: Console) -> None:
     console.print()
     console.print(
         "peak: allocated (torch.cuda.max_memory_allocated); device: what nvidia-smi shows, reserved + context. "
-        f"Fits: device against {usable} GiB usable less the headroom asked for; tight: the upper end of the band does not fit. "
+        f"Fits: device against {usable} GiB usable less the headroom asked for; tight: less than {CERTAIN:.1%} likely to fit. "
         "int/stride: gradient_checkpointing_interval and _segment_stride; "
         f"+A: attention saves offloaded; *: recommended.{_launch_bound_note(plan.schedules)}"
     )
@@ -852,11 +852,12 @@ def draw_largest(found: Largest, console: Console) -> None:
         return
     e = found.best.plan.recommended
     assert e is not None
-    console.print(f"The largest {found.vary} that fits is {found.best.value}, with {e.schedule.name}.")
+    what = "number of frames" if found.vary == "frames" else found.vary
+    console.print(f"The largest {what} that fits is {found.best.value}, with {e.schedule.name}.")
     if found.limit is not None:
         console.print(f"More was not tried: {found.limit}.")
     if fit_word(e) == "tight":
-        console.print("It is a tight fit: the upper end of the band does not fit. --headroom keeps memory free.")
+        console.print(f"It is a tight fit, {e.fit_probability:.0%} likely. --headroom keeps memory free.")
 
 
 def draw_imported(read: Imported, own: Estimate, answer: Plan, console: Console) -> None:

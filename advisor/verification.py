@@ -217,13 +217,20 @@ def verify(
     check(plan)
     use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     config = None if pretrained is None else pretrained_config(pretrained, plan.workload)
+    planned, notes = plan.workload, []
+    if planned.streamed_percent:
+        notes.append(
+            f"--weights-offload {planned.weights_offload}: this runtime keeps the weights on the device, and so does the prediction "
+            "that the run is compared with"
+        )
+        planned = dataclasses.replace(planned, weights_offload="none")
     if use_cuda:
-        workload = dataclasses.replace(
-            plan.workload, config_json=config or "", resident_gib=0.0
-        )  # nothing else is loaded
-        return _verify_cuda(workload, plan.schedule, steps, pretrained, say)
-    workload = dataclasses.replace(reduced_copy(plan.workload), config_json=config or "")
-    return _verify_cpu(workload, plan.schedule, steps, pretrained, say)
+        workload = dataclasses.replace(planned, config_json=config or "", resident_gib=0.0)  # nothing else is loaded
+        found = _verify_cuda(workload, plan.schedule, steps, pretrained, say)
+    else:
+        workload = dataclasses.replace(reduced_copy(planned), config_json=config or "")
+        found = _verify_cpu(workload, plan.schedule, steps, pretrained, say)
+    return dataclasses.replace(found, notes=(*found.notes, *notes))
 
 
 def _copy(workload: Workload) -> str:

@@ -60,17 +60,20 @@ def _key(estimate: Estimate) -> tuple[float, int]:
     return (estimate.step_seconds if estimate.step_seconds is not None else float("inf"), estimate.peak)
 
 
-def choose(estimates: Sequence[Estimate], objective: Objective, capacity: int) -> Choice:
+def choose(
+    estimates: Sequence[Estimate], objective: Objective, capacity: int, smaller_weights: str = "smaller weights"
+) -> Choice:
     """Picks one estimate.
 
     Args:
         estimates: all schedules of the family, unsupported ones included.
         capacity: bytes that the allocator may reserve on the device.
+        smaller_weights: what would make the base weights smaller, for the reasons where nothing fits.
     """
     usable = [e for e in estimates if e.supported]
     fitting = [e for e in usable if e.fits]
     if not fitting:
-        return Choice(None, _why_nothing_fits(usable, capacity))
+        return Choice(None, _why_nothing_fits(usable, capacity, smaller_weights))
     if objective is Objective.SMALLEST:
         best = min(fitting, key=lambda e: (e.peak, _key(e)))
         return Choice(best, (f"{best.schedule.name} has the lowest predicted peak, {_gib(best.peak)}",))
@@ -165,7 +168,6 @@ def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
 
 
 _KNOBS = {
-    "weights": "a quantised base (of 16-bit weights --precision int8-torchao keeps half, nf4 a quarter) or --weights-offload (ramtorch, blocks:N)",
     "adapter": "a lower --rank",
     "gradients": "training fewer parameters (--adapter lora, a lower --rank)",
     "optimizer": "an optimizer with less state (--optimizer adamw8bit, optimi-lion)",
@@ -177,7 +179,7 @@ _KNOBS = {
 }
 
 
-def _why_nothing_fits(usable: Sequence[Estimate], capacity: int) -> tuple[str, ...]:
+def _why_nothing_fits(usable: Sequence[Estimate], capacity: int, smaller_weights: str) -> tuple[str, ...]:
     if not usable:
         return ("no schedule is supported for this model by this executor",)
     best = min(usable, key=lambda e: e.peak)
@@ -194,10 +196,11 @@ def _why_nothing_fits(usable: Sequence[Estimate], capacity: int) -> tuple[str, .
             f"nothing fits: the smallest schedule, {best.schedule.name}, needs {_gib(best.peak)} of {_gib(capacity)}, but {why}"
         ]
     part, size = largest
+    knob = smaller_weights if part == "weights" else _KNOBS[part]
     if part in ("weights", "adapter", "gradients", "optimizer", "workspace", "kept"):
         lines.append(
-            f"the largest part of its peak is {part} ({_gib(size)}), which checkpointing cannot lower; {_KNOBS[part]} can"
+            f"the largest part of its peak is {part} ({_gib(size)}), which checkpointing cannot lower; {knob} can"
         )
     else:
-        lines.append(f"the largest part of its peak is {part} ({_gib(size)}); {_KNOBS[part]} lowers it")
+        lines.append(f"the largest part of its peak is {part} ({_gib(size)}); {knob} lowers it")
     return tuple(lines)

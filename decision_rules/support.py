@@ -148,19 +148,39 @@ BLOCK_SWAP = "block swap"
 def weights_refused(executor: Executor, weights_offload: str, precision: str = "bf16") -> str | None:
     """Why the executor does not keep base weights of that precision on the host like that, with what would work; None: it does."""
     kind = weights_offload.partition(":")[0]
-    runs = {
-        "none": tuple(Executor),
-        "ramtorch": (Executor.SIMPLETUNER, Executor.BUNDLED),
-        "blocks": (Executor.SIMPLETUNER, Executor.BUNDLED),
-    }[kind]
-    if executor in runs:
-        if kind == "blocks" and executor is Executor.BUNDLED and precision not in FLOAT_PRECISIONS:
-            return (
-                f"--weights-offload {weights_offload} with --precision {precision}: this runtime swaps blocks of unquantised weights; "
-                "--precision bf16 or --executor simpletuner does"
-            )
+    if kind == "blocks" and executor is Executor.BUNDLED and precision not in FLOAT_PRECISIONS:
+        return (
+            f"--weights-offload {weights_offload} with --precision {precision}: this runtime swaps blocks of unquantised weights; "
+            "--precision bf16 or --executor simpletuner does"
+        )
+    if kind == "none" or executor is not Executor.DIFFUSERS:
         return None
-    return f"--weights-offload {weights_offload}: {executor} does not do this; --executor {' or '.join(runs)} does"
+    does = " or ".join((Executor.SIMPLETUNER,) if kind == "ramtorch" else (Executor.SIMPLETUNER, Executor.BUNDLED))
+    return f"--weights-offload {weights_offload}: {executor} does not do this; --executor {does} does"
+
+
+def weights_note(executor: Executor, workload: Workload) -> str | None:
+    """What is planned for although the executor's own runs do not do it; None: nothing is."""
+    if executor is not Executor.BUNDLED or not workload.streamed_percent:
+        return None
+    return (
+        f"--weights-offload {workload.weights_offload}: RamTorch is SimpleTuner's (--executor simpletuner plans for that trainer); "
+        "advise run and advise verify keep the weights on the device, blocks:N is what they do"
+    )
+
+
+def smaller_weights(executor: Executor, workload: Workload) -> str:
+    """What makes the base weights on the card smaller, of what the executor does and the job may have."""
+    if workload.adapter == "full":
+        return "an adapter in place of the full fine-tune (--adapter lora)"
+    ways = []
+    if workload.precision in FLOAT_PRECISIONS:
+        ways.append("a quantised base (of 16-bit weights --precision int8-torchao keeps half, nf4 a quarter)")
+    if workload.weights_offload == "none":
+        kinds = ["ramtorch"] if executor is Executor.SIMPLETUNER else []
+        kinds += ["blocks:N"] if weights_refused(executor, "blocks:1", workload.precision) is None else []
+        ways += [f"--weights-offload {' or '.join(kinds)}"] if kinds else []
+    return " or ".join(ways) or "a smaller model or a card with more memory"
 
 
 def _per_block(row: TrainerSupport, swapped: bool) -> bool:

@@ -282,9 +282,10 @@ class Estimator:
         memory = self.replay.run(resolution, self.resident)
         time = self._time(memory)
         reserved, fits, more = self._reserved(schedule, resolution, memory)
-        low, high = self.bands.peak(memory.peak)
+        kept = self.resident.kept  # as the user says: nothing about it is uncertain
+        low, high = (edge + kept for edge in self.bands.peak(memory.peak - kept))
         # what the allocator reserves beyond the peak is not free for a peak that turns out higher
-        probability = self.bands.fits(memory.peak, self.capacity - max(0, reserved - memory.peak))
+        probability = self.bands.fits(memory.peak - kept, self.capacity - kept - max(0, reserved - memory.peak))
         if RETRIES in more:
             probability = min(probability, 0.9)
         if not fits:

@@ -428,7 +428,7 @@ def _buckets(get: Callable[..., Any], family: catalogue.Family, frames: int) -> 
                 found.append(
                     (
                         *parse_resolution(match[1], family, "bucket"),
-                        _frames(int(match[2]), family, "bucket " + str(value)),
+                        _frames(int(match[2]), family, shown=f"--bucket {value}"),
                     )
                 )
     if edge is not None:
@@ -440,14 +440,18 @@ def _buckets(get: Callable[..., Any], family: catalogue.Family, frames: int) -> 
     return list(dict.fromkeys(found))
 
 
-def _frames(value: Any, family: catalogue.Family, option: str = "") -> int:
+def _frames(value: Any, family: catalogue.Family, option: str = "frames", shown: str | None = None) -> int:
+    """
+    Args:
+        shown: how an error names the value; default: the option and the value.
+    """
     too_many = (
         family.kind == "video" and isinstance(value, int) and value > MAX_FRAMES
     )  # refused below, with the nearest
-    frames = _whole("frames", value, value if too_many else MAX_FRAMES)
-    name = f"--{option}" if option else f"--frames {frames}"
+    frames = _whole(option, value, value if too_many else MAX_FRAMES)
+    name = shown or f"--{option} {frames}"
     if family.kind != "video" and frames != 1:
-        raise WorkloadError(f"{name}: {family.name} is an {family.kind} model; leave --frames out")
+        raise WorkloadError(f"{name}: {family.name} is an {family.kind} model; leave --{option} out")
     if family.kind != "video":
         return frames
     step, first, most = family.temporal_factor, family.first_frames, family.max_frames or MAX_FRAMES
@@ -475,10 +479,10 @@ def _seconds(value: Any, family: catalogue.Family) -> int:
 
 def _validation(get: Callable[..., Any], family: catalogue.Family, frames: int) -> dict[str, Any]:
     """Fields of a workload: size and number of what validation samples together."""
-    size = get("validation_resolution") or None
+    size = get("validation_resolution")
     if size is None:
         for key in ("validation_frames", "validation_samples"):
-            if get(key):
+            if get(key) is not None:
                 raise WorkloadError(
                     f"--{key.replace('_', '-')} {get(key)} has no effect without --validation-resolution; add that"
                 )
@@ -491,8 +495,8 @@ def _validation(get: Callable[..., Any], family: catalogue.Family, frames: int) 
     most = family.max_batch or MAX_BATCH
     return {
         "validation_resolution": f"{width}x{height}",
-        "validation_frames": _frames(get("validation_frames") or frames, family, "validation-frames"),
-        "validation_samples": _whole("validation-samples", get("validation_samples") or min(2, most), most),
+        "validation_frames": _frames(get("validation_frames", frames), family, "validation-frames"),
+        "validation_samples": _whole("validation-samples", get("validation_samples", min(2, most)), most),
     }
 
 
@@ -741,6 +745,7 @@ def reduced_copy(workload: Workload) -> Workload:
         accumulate=min(workload.accumulate, 2),
         ema=False,
         resident_gib=0.0,
+        weights_offload="none" if workload.streamed_percent else workload.weights_offload,
         **_NO_VALIDATION,
         reduced=True,
     )

@@ -325,8 +325,8 @@ def _what_trains(plan: Verifiable, pretrained: str | None, use_cuda: bool, notes
             notes.append(
                 "--precision fp16: the loss is not scaled here, so small gradients may vanish; bf16 does not need it"
             )
-        if planned.streamed_percent:
-            notes.append(f"--weights-offload {planned.weights_offload}: this runtime keeps the weights on the device")
+    if planned.streamed_percent:
+        notes.append(f"--weights-offload {planned.weights_offload}: this runtime keeps the weights on the device")
     if planned.buckets:
         notes.append(f"one size of the plan's {len(planned.buckets)} is trained here: {workload.resolution}")
     if workload.cfg_batch:

@@ -205,11 +205,28 @@ def test_swapped_blocks_that_the_trainer_would_not_take(tmp_path: Path, more: di
 
 def test_what_changes_memory_and_is_not_read_is_noted(tmp_path: Path) -> None:
     more = {"--mixed_precision": "fp16", "--attention_mechanism": "sageattention", "--use_ema": True}
-    notes = " ".join(importing.read(write(tmp_path, {**CONFIG, **more})).notes)
-    for key in ("mixed_precision fp16", "attention_mechanism sageattention", "use_ema"):
+    read = importing.read(write(tmp_path, {**CONFIG, **more}))
+    assert "ema" not in read.request
+    notes = " ".join(read.notes)
+    for key in ("mixed_precision fp16", "attention_mechanism sageattention", "use_ema is on"):
         assert key in notes
     usual = {"--mixed_precision": "bf16", "--attention_mechanism": "diffusers", "--use_ema": False}
     assert importing.read(write(tmp_path, {**CONFIG, **usual})).notes == importing.read(write(tmp_path, CONFIG)).notes
+
+
+def test_an_average_on_the_card_is_counted(tmp_path: Path) -> None:
+    read = importing.read(write(tmp_path, {**CONFIG, "--use_ema": True, "--ema_device": "accelerator"}))
+    assert read.request["ema"] is True
+    assert not any("ema" in n for n in read.notes)
+
+
+def test_buckets_and_what_else_is_on_the_card_are_said_beside_a_configuration(tmp_path: Path) -> None:
+    read = importing.read(write(tmp_path, CONFIG))
+    assert any("--bucket" in n for n in read.notes)
+    more = read.beside({"buckets": ["1024x1024", "832x1216"], "resident_gib": 2})
+    assert not any("--bucket" in n for n in more.notes)
+    workload = importing.workload(more)
+    assert (workload.buckets, workload.resident_gib) == (("512x512", "1024x1024", "832x1216"), 2.0)
 
 
 def test_an_absent_batch_size_is_the_trainers(tmp_path: Path) -> None:

@@ -55,6 +55,17 @@ def test_nothing_fits() -> None:
     assert found.tried[0].value == "1"
 
 
+def test_buckets_are_a_size_and_so_no_size_is_varied_beside_them() -> None:
+    plan_for, asked = plans(16 * 8)
+    buckets = {"model": "sd3", "buckets": ["512x512", "384x640"]}
+    with pytest.raises(WorkloadError, match="--vary resolution goes with one size"):
+        largest.search(buckets, "resolution", plan_for)
+    found = largest.search(buckets, "batch", plan_for)
+    assert found.best is not None
+    assert found.best.value == "8"
+    assert asked[0].buckets == ("512x512", "384x640")
+
+
 def test_resolutions_keep_their_aspect_and_the_models_steps() -> None:
     plan_for, asked = plans(16 * 8)
     found = largest.search({"model": "sd3", "resolution": "768x512"}, "resolution", plan_for)

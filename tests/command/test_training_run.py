@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from advisor.interruption import Interruption, Stopped
 from advisor.training import OutOfMemory, checkpoints, loop, run
 from advisor.training.memory import is_out_of_memory, smaller
+from advisor.verification import verify
 from estimators.estimate import Estimate
 from estimators.schedule import Backend, Schedule
 from probes.workload import WorkloadError, from_request
@@ -335,6 +336,17 @@ def test_weights_that_do_not_fit_are_one_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(loop, "real_job", fail)
     with pytest.raises(OutOfMemory, match="the weights of sd3 do not fit into the memory that is free here"):
         run(PLAN, steps=1, device="cpu")
+
+
+def test_a_plan_with_ramtorch_is_run_and_verified_with_the_weights_on_the_device_and_both_say_so() -> None:
+    streamed = SimpleNamespace(
+        **{**vars(PLAN), "workload": from_request({"model": "sd3", "weights_offload": "ramtorch"})}
+    )
+    said = "--weights-offload ramtorch: this runtime keeps the weights on the device"
+    assert any(n.startswith(said) for n in run(streamed, steps=1, device="cpu").notes)
+    found = verify(streamed, steps=1, device="cpu")
+    assert any(n.startswith(said) for n in found.notes)
+    assert found.memory_within
 
 
 def test_gradients_that_are_held_between_batches_are_noted() -> None:

@@ -231,7 +231,7 @@ def test_of_two_equally_small_schedules_the_faster_is_taken() -> None:
 @pytest.mark.parametrize(
     ("largest", "knob"),
     [
-        ("weights", "--precision"),
+        ("weights", "a smaller base"),
         ("adapter", "--rank"),
         ("gradients", "--adapter lora"),
         ("optimizer", "--optimizer adamw8bit"),
@@ -241,7 +241,12 @@ def test_of_two_equally_small_schedules_the_faster_is_taken() -> None:
 def test_when_nothing_fits_because_of_what_checkpointing_cannot_lower_the_knob_that_can_is_named(
     objective: Objective, largest: str, knob: str
 ) -> None:
-    choice = choose([estimate(NONE, 40, largest=largest), estimate(TORCH, 30, largest=largest)], objective, CAPACITY)
+    choice = choose(
+        [estimate(NONE, 40, largest=largest), estimate(TORCH, 30, largest=largest)],
+        objective,
+        CAPACITY,
+        "a smaller base",
+    )
     assert choice.chosen is None
     assert choice.reasons[0] == (
         "nothing fits: the smallest schedule, torch, needs 30.0 GiB and 24.0 GiB are usable (6.0 GiB too much)"

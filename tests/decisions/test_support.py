@@ -20,7 +20,9 @@ from decision_rules.support import (
     candidates,
     check,
     semantics,
+    smaller_weights,
     trainer_support,
+    weights_note,
     weights_refused,
 )
 from estimators.estimate import GIB
@@ -93,6 +95,34 @@ def test_blocks_of_a_quantised_base_are_swapped_by_the_trainer_alone() -> None:
     refused = str(weights_refused(Executor.BUNDLED, "blocks:4", "int8-sdnq"))
     assert "--precision bf16 or --executor simpletuner does" in refused
     assert weights_refused(Executor.SIMPLETUNER, "ramtorch", "int8-sdnq") is None
+
+
+def test_ramtorch_is_the_trainers_and_a_plan_for_our_runtime_says_so() -> None:
+    streamed = from_request({"model": "sd3", "weights_offload": "ramtorch:50"})
+    assert str(weights_refused(Executor.DIFFUSERS, "ramtorch:50")).endswith("--executor simpletuner does")
+    assert "blocks:N is what they do" in str(weights_note(Executor.BUNDLED, streamed))
+    assert weights_note(Executor.SIMPLETUNER, streamed) is None
+    assert weights_note(Executor.BUNDLED, from_request({"model": "sd3", "weights_offload": "blocks:3"})) is None
+
+
+@pytest.mark.parametrize(
+    ("executor", "job", "named", "not_named"),
+    [
+        (Executor.SIMPLETUNER, {}, ("int8-torchao", "ramtorch or blocks:N"), ()),
+        (Executor.BUNDLED, {}, ("int8-torchao", "--weights-offload blocks:N"), ("ramtorch",)),
+        (Executor.DIFFUSERS, {}, ("int8-torchao",), ("offload",)),
+        (Executor.SIMPLETUNER, {"precision": "nf4"}, ("--weights-offload ramtorch or blocks:N",), ("int8",)),
+        (Executor.BUNDLED, {"weights_offload": "blocks:2"}, ("int8-torchao",), ("offload",)),
+        (Executor.BUNDLED, {"precision": "nf4"}, ("a card with more memory",), ("--",)),
+        (Executor.SIMPLETUNER, {"adapter": "full"}, ("--adapter lora",), ("int8", "offload")),
+    ],
+)
+def test_only_what_the_executor_does_and_the_job_may_have_makes_its_weights_smaller(
+    executor: Executor, job: dict[str, Any], named: tuple[str, ...], not_named: tuple[str, ...]
+) -> None:
+    text = smaller_weights(executor, from_request({"model": "sd3", **job}))
+    assert all(word in text for word in named)
+    assert not any(word in text for word in not_named)
 
 
 def test_the_trainer_s_keys_say_where_the_weights_wait() -> None:

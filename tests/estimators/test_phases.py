@@ -65,6 +65,8 @@ def test_what_stays_on_the_card_is_in_every_peak() -> None:
         assert more.peak - plain.peak == more.breakdown["kept"] == 1.5 * GIB
         assert more.reserved - plain.reserved >= GIB
         assert "kept" not in plain.breakdown
+        # what the user says is not uncertain: the bands move with it and grow no wider
+        assert (more.peak_low - plain.peak_low, more.peak_high - plain.peak_high) == (1.5 * GIB, 1.5 * GIB)
 
 
 def test_a_plan_shows_the_validation_that_was_asked_about() -> None:
@@ -94,7 +96,10 @@ def test_the_shape_of_validation_does_not_change_the_training_step_s_trace() -> 
     [
         ({"validation_samples": 2}, "--validation-samples 2 has no effect without --validation-resolution"),
         ({"validation_resolution": "7x7"}, "--validation-resolution 7x7"),
-        ({"validation_resolution": 512, "validation_frames": 9}, "--validation-frames: z_image is an image model"),
+        ({"validation_resolution": 512, "validation_frames": 9}, "leave --validation-frames out"),
+        ({"validation_resolution": ""}, "--validation-resolution '' is not a size"),
+        ({"validation_resolution": 512, "validation_samples": 0}, "--validation-samples must be from 1"),
+        ({"validation_frames": 0}, "--validation-frames 0 has no effect"),
         ({"resident_gib": -1}, "--resident-gib must be from 0 to 4096"),
         ({"resident_gib": "much"}, "--resident-gib must be a number"),
     ],
