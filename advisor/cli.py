@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,8 @@ from probes.workload import EXECUTORS, MAX_ACCUMULATE, WorkloadError
 
 if TYPE_CHECKING:
     from advisor.api import Plan, Session
+    from decision_rules.ladder import Objective
+    from decision_rules.support import Executor
     from estimators.devices import Device
     from probes.workload import Workload
 
@@ -218,61 +221,21 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+_Version = Annotated[
+    bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+]
+
+
 @app.callback(invoke_without_command=True)
-def advise(
-    ctx: typer.Context,
-    model: options.Model = None,
-    variant: options.VariantName = None,
-    model_class: options.ModelClass = None,
-    model_config: options.ModelConfig = None,
-    revision: options.Revision = None,
-    resolution: options.Resolution = None,
-    buckets: options.Buckets = None,
-    aspect_buckets: options.AspectBuckets = None,
-    bucket_step: options.BucketStep = None,
-    frames: options.Frames = None,
-    seconds: options.Seconds = None,
-    references: options.References = None,
-    batch: options.Batch = None,
-    cfg_batch: options.CfgBatch = False,
-    caption_tokens: options.CaptionTokens = None,
-    text_padding: options.TextPadding = None,
-    adapter: options.Adapter = None,
-    rank: options.Rank = None,
-    alpha: options.Alpha = None,
-    lora_targets: options.LoraTargets = None,
-    lora_dropout: options.LoraDropout = None,
-    dora: options.Dora = False,
-    rslora: options.RsLora = False,
-    accumulate: options.Accumulate = None,
-    ema: options.Ema = False,
-    master_weights: options.MasterWeights = False,
-    lokr_factor: options.LokrFactor = None,
-    lokr_full_matrix: options.LokrFullMatrix = False,
-    precision: options.Precision = None,
-    optimizer: options.Optimizer = None,
-    attention: options.Attention = None,
-    fuse_qkv: options.FuseQkv = False,
-    compile: options.Compile = None,
-    weights_offload: options.WeightsOffload = None,
-    executor: options.ExecutorName = None,
-    objective: options.ObjectiveName = None,
-    gpu: options.Gpu = None,
-    vram: options.Vram = None,
-    headroom: options.Headroom = None,
-    host_ram: options.HostRam = None,
-    resident_gib: options.ResidentGib = None,
-    validation_resolution: options.ValidationResolution = None,
-    validation_frames: options.ValidationFrames = None,
-    validation_samples: options.ValidationSamples = None,
-    os_name: options.OsName = None,
-    as_json: options.AsJson = False,
-    export: options.ExportFile = None,
-    plan: options.PlanFile = None,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
-    ] = False,
-) -> None:
+@options.takes(
+    options.NAMED,
+    options.JOB,
+    {"executor": options.ExecutorName, "objective": options.ObjectiveName, "gpu": options.Gpu},
+    options.ROOM,
+    options.ANSWER,
+    {"version": _Version},
+)
+def advise(ctx: typer.Context, **_: Any) -> None:
     """Which gradient-checkpointing schedule trains a diffusion model on your card, fastest without running out of memory?
 
     advise --model flux --resolution 1024 --gpu 4090 predicts peak memory and step time of every schedule, picks one
@@ -292,12 +255,13 @@ def advise(
     if not given:
         typer.echo(ctx.get_help(), err=True)
         raise typer.Exit(BAD_USAGE)
-    _check_model(model, model_class, model_config)
+    _check_model(ctx.params)
     raise typer.Exit(_answer(ctx.params))
 
 
-def _check_model(model: str | None, model_class: str | None, model_config: str | None) -> None:
+def _check_model(params: Mapping[str, Any]) -> None:
     """That a model is named, one way or the other. The option --model-class is what allows its class to be imported."""
+    model, model_class, model_config = (params[key] for key in ("model", "model_class", "model_config"))
     if model is None and model_class is None:
         what = (
             f"--model-config {model_config} goes with --model-class"
@@ -316,34 +280,68 @@ def _given(value: str | None, default: str) -> str:
     return default if value is None else value
 
 
-def _answer(params: Mapping[str, Any]) -> int:
-    """The main job. Returns the exit status."""
+@dataclass(frozen=True)
+class _Asked:
+    """What a plan is asked for, besides the job. Bytes."""
+
+    device: Device | None
+    """None: no card is named and this machine has none."""
+    executor: Executor
+    objective: Objective
+    headroom: int
+    host_ram: int | None
+
+    def plan(self, session: Session, job: Workload, device: Device, **more: Any) -> Plan:
+        """
+        Args:
+            more: as `Session.plan`.
+        """
+        return session.plan(
+            job, device, self.executor, self.objective, headroom=self.headroom, host_ram=self.host_ram, **more
+        )
+
+
+def _asked(params: Mapping[str, Any], executor: Executor | None = None) -> _Asked:
+    """
+    Args:
+        executor: of a command without that option.
+
+    Raises:
+        WorkloadError, DeviceError: a value that cannot be.
+    """
     from advisor.present import detect_gpu
     from decision_rules.ladder import Objective
     from decision_rules.support import Executor
 
-    request = options.request(params)
-    workload = options.workload(request)
-    executor = Executor(options.choice("executor", _given(params["executor"], "bundled"), EXECUTORS))
+    if executor is None:
+        executor = Executor(options.choice("executor", _given(params["executor"], "bundled"), EXECUTORS))
     objective = Objective(options.choice("objective", _given(params["objective"], "ladder"), options.OBJECTIVES))
     headroom = options.gib("headroom", options.number(_given(params["headroom"], "0")))
     host_ram = None if params["host_ram"] is None else options.gib("host-ram", options.number(params["host_ram"]))
     vram = None if params["vram"] is None else options.number(params["vram"])
     own = params["gpu"] is None and vram is None
     device = options.on_system(options.device(params["gpu"], vram, detect_gpu), params["os_name"], own=own)
+    if device is not None:
+        options.check_headroom(headroom, device)
+    return _Asked(device, executor, objective, headroom, host_ram)
+
+
+def _answer(params: Mapping[str, Any]) -> int:
+    """The main job. Returns the exit status."""
+    request = options.request(params)
+    workload = options.workload(request)
+    asked = _asked(params)
+    device = asked.device
     files = _output_files(params)
     if device is None and files:
         raise WorkloadError(
             f"--{next(iter(files))} needs a card to plan for and this machine has no GPU; give --gpu or --vram"
         )
-    if device is not None:
-        options.check_headroom(headroom, device)
     session = _session(workload)
 
     def plan_for(card: Device, job: Workload = workload) -> Plan:
-        asked = session if job.traced() == workload.traced() else _session(job)
-        advising = job is workload
-        return asked.plan(job, card, executor, objective, headroom=headroom, host_ram=host_ram, advising=advising)
+        own = session if job.traced() == workload.traced() else _session(job)
+        return asked.plan(own, job, card, advising=job is workload)
 
     ignored = options.without_effect(request, workload)
     if device is None:
@@ -351,16 +349,12 @@ def _answer(params: Mapping[str, Any]) -> int:
             ignored = (*ignored, "--os has no effect without a card (--gpu, --vram)")
         return _answer_tiers(plan_for, ignored, as_json=params["as_json"])
     answer = plan_for(device)
-    if answer.recommended is None:
-        for option in files:
-            _say(f"advise: nothing fits, so --{option} was not written")
-        files = {}
-    _write(answer, files)
+    files = _write_found(None if answer.recommended is None else answer, files)
     near = None
     if answer.recommended is None:
         from advisor.nearest import nearest
 
-        near = nearest(request, answer, headroom, lambda job: plan_for(device, job))
+        near = nearest(request, answer, asked.headroom, lambda job: plan_for(device, job))
     if params["as_json"]:
         content = answer.to_json()
         content["warnings"] += ignored
@@ -436,6 +430,16 @@ def _output_files(params: Mapping[str, Any]) -> dict[str, Path]:
 
 def _holds(value: Any, key: str) -> bool:
     return isinstance(value, dict) and key in value
+
+
+def _write_found(answer: Plan | None, files: dict[str, Path]) -> dict[str, Path]:
+    """Writes a plan's files, or says that there is nothing to write. Returns those that were written."""
+    if answer is not None:
+        _write(answer, files)
+        return files
+    for option in files:
+        _say(f"advise: nothing fits, so --{option} was not written")
+    return {}
 
 
 def _write(answer: Plan, files: Mapping[str, Path]) -> None:
@@ -571,46 +575,13 @@ def gpus(as_json: options.AsJson = False) -> None:
 
 
 @app.command(cls=_Command)
-def probe(
-    ctx: typer.Context,
-    model: options.Model = None,
-    variant: options.VariantName = None,
-    model_class: options.ModelClass = None,
-    model_config: options.ModelConfig = None,
-    revision: options.Revision = None,
-    resolution: options.Resolution = None,
-    frames: options.Frames = None,
-    seconds: options.Seconds = None,
-    references: options.References = None,
-    batch: options.Batch = None,
-    cfg_batch: options.CfgBatch = False,
-    caption_tokens: options.CaptionTokens = None,
-    text_padding: options.TextPadding = None,
-    adapter: options.Adapter = None,
-    rank: options.Rank = None,
-    alpha: options.Alpha = None,
-    lora_targets: options.LoraTargets = None,
-    lora_dropout: options.LoraDropout = None,
-    dora: options.Dora = False,
-    rslora: options.RsLora = False,
-    accumulate: options.Accumulate = None,
-    ema: options.Ema = False,
-    master_weights: options.MasterWeights = False,
-    lokr_factor: options.LokrFactor = None,
-    lokr_full_matrix: options.LokrFullMatrix = False,
-    precision: options.Precision = None,
-    optimizer: options.Optimizer = None,
-    attention: options.Attention = None,
-    fuse_qkv: options.FuseQkv = False,
-    compile: options.Compile = None,
-    weights_offload: options.WeightsOffload = None,
-    refresh: options.Refresh = False,
-) -> None:
+@options.takes(options.NAMED, options.SIZED, options.TRAINED, {"refresh": options.Refresh})
+def probe(ctx: typer.Context, **_: Any) -> None:
     """Makes a model's profile, stores it and says what was found: measured on this machine's GPU, traced without one.
 
     Exit status: 0 done, 2 bad usage or a model that cannot be profiled.
     """
-    _check_model(model, model_class, model_config)
+    _check_model(ctx.params)
     from advisor import reports
     from advisor.present import detect_gpu
     from probes import store
@@ -639,7 +610,7 @@ def probe(
 
     warnings = list(options.without_effect(request, workload))
     began = time.perf_counter()
-    profile = store.get(workload, target.key(), source, build, warnings.append, refresh=refresh)
+    profile = store.get(workload, target.key(), source, build, warnings.append, refresh=ctx.params["refresh"])
     took = time.perf_counter() - began
     path = store.cache_folder() / f"{store.key(workload, target.key(), source)}.npz"
 
@@ -726,6 +697,13 @@ def verify(
 
 
 @app.command("max", cls=_Command)
+@options.takes(
+    options.NAMED,
+    options.JOB,
+    {"executor": options.ExecutorName, "objective": options.ObjectiveName, "gpu": options.NeededGpu},
+    options.ROOM,
+    options.ANSWER,
+)
 def largest_that_fits(
     ctx: typer.Context,
     vary: Annotated[
@@ -737,79 +715,31 @@ def largest_that_fits(
             show_default=False,
         ),
     ] = "batch",
-    model: options.Model = None,
-    variant: options.VariantName = None,
-    model_class: options.ModelClass = None,
-    model_config: options.ModelConfig = None,
-    revision: options.Revision = None,
-    resolution: options.Resolution = None,
-    buckets: options.Buckets = None,
-    aspect_buckets: options.AspectBuckets = None,
-    bucket_step: options.BucketStep = None,
-    frames: options.Frames = None,
-    seconds: options.Seconds = None,
-    references: options.References = None,
-    batch: options.Batch = None,
-    cfg_batch: options.CfgBatch = False,
-    caption_tokens: options.CaptionTokens = None,
-    text_padding: options.TextPadding = None,
-    adapter: options.Adapter = None,
-    rank: options.Rank = None,
-    alpha: options.Alpha = None,
-    lora_targets: options.LoraTargets = None,
-    lora_dropout: options.LoraDropout = None,
-    dora: options.Dora = False,
-    rslora: options.RsLora = False,
-    accumulate: options.Accumulate = None,
-    ema: options.Ema = False,
-    master_weights: options.MasterWeights = False,
-    lokr_factor: options.LokrFactor = None,
-    lokr_full_matrix: options.LokrFullMatrix = False,
-    precision: options.Precision = None,
-    optimizer: options.Optimizer = None,
-    attention: options.Attention = None,
-    fuse_qkv: options.FuseQkv = False,
-    compile: options.Compile = None,
-    weights_offload: options.WeightsOffload = None,
-    gpu: options.NeededGpu = None,
-    vram: options.Vram = None,
-    headroom: options.Headroom = None,
-    host_ram: options.HostRam = None,
-    resident_gib: options.ResidentGib = None,
-    executor: options.ExecutorName = None,
-    as_json: options.AsJson = False,
+    **_: Any,
 ) -> None:
     """Finds the largest batch, frame count, resolution or rank that fits a card, and what it costs.
 
     The search starts at the given value (or the model's default) and traces a handful of jobs. Ranks above 8 are multiples
     of 8. Exit status: 0 found, 1 not even the smallest value fits, 2 bad usage.
     """
-    _check_model(model, model_class, model_config)
+    _check_model(ctx.params)
     from advisor import largest
     from advisor.api import Session
-    from advisor.present import detect_gpu
-    from decision_rules.support import Executor
 
     options.choice("vary", vary, largest.VARIED)
     request = options.request(ctx.params)
     workload = options.workload(request)
-    chosen = Executor(options.choice("executor", _given(executor, "bundled"), EXECUTORS))
-    free = options.gib("headroom", options.number(_given(headroom, "0")))
-    host = None if host_ram is None else options.gib("host-ram", options.number(host_ram))
-    card = options.device(gpu, None if vram is None else options.number(vram), detect_gpu)
+    asked = _asked(ctx.params)
+    files = _output_files(ctx.params)
+    card = asked.device
     if card is None:
         raise WorkloadError("advise max needs a card to fill and this machine has no GPU; give --gpu or --vram")
-    options.check_headroom(free, card)
     session = Session()
-    device = card
-
-    def plan_for(job: Workload) -> Plan:
-        return session.plan(job, device, chosen, headroom=free, host_ram=host, advising=False)
-
     with _telling() as tell:
-        found = largest.search(request, vary, plan_for, tell)
+        found = largest.search(request, vary, lambda job: asked.plan(session, job, card, advising=False), tell)
     ignored = options.without_effect({**request, **({vary: None} if vary == "rank" else {})}, workload)
-    if as_json:
+    files = _write_found(None if found.best is None else found.best.plan, files)
+    if ctx.params["as_json"]:
         _print_json({**found.to_json(), "warnings": list(ignored)})
     else:
         from advisor import reports
@@ -817,25 +747,23 @@ def largest_that_fits(
         def draw(console: Any) -> None:
             reports.draw_largest(found, console)
             reports.draw_lines([f"warning: {text}" for text in ignored], console)
+            if files:
+                reports.draw_written(files, console)
 
         sys.stdout.write(reports.render(draw))
     raise typer.Exit(DONE if found.best is not None else NOTHING_FITS)
 
 
 @app.command("import", cls=_Command)
+@options.takes(
+    options.JOB,
+    {"objective": options.ObjectiveName, "gpu": options.NeededGpu},
+    options.ROOM,
+    {"as_json": options.AsJson, "plan": options.PlanFile},
+)
 def import_config(
     ctx: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A SimpleTuner config.json.", show_default=False)],
-    gpu: options.NeededGpu = None,
-    vram: options.Vram = None,
-    headroom: options.Headroom = None,
-    host_ram: options.HostRam = None,
-    resident_gib: options.ResidentGib = None,
-    os_name: options.OsName = None,
-    buckets: options.Buckets = None,
-    aspect_buckets: options.AspectBuckets = None,
-    bucket_step: options.BucketStep = None,
-    objective: options.ObjectiveName = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -845,21 +773,20 @@ def import_config(
             show_default=False,
         ),
     ] = None,
-    as_json: options.AsJson = False,
+    **_: Any,
 ) -> None:
     """Reads a trainer's configuration: what it needs on a card, and which checkpointing keys would be better.
+
+    Options about the job count instead of what the configuration says, or does not say (buckets, frames, captions). Only keys for
+    checkpointing are changed in it.
 
     Exit status: 0 something fits, 1 nothing fits, 2 bad usage.
     """
     from advisor import importing
-    from advisor.present import detect_gpu
-    from decision_rules.ladder import Objective
     from decision_rules.support import Executor, candidates
 
-    free = options.gib("headroom", options.number(_given(headroom, "0")))
-    aim = Objective(options.choice("objective", _given(objective, "ladder"), options.OBJECTIVES))
-    host = None if host_ram is None else options.gib("host-ram", options.number(host_ram))
-    read = importing.read(options.input_file("CONFIG", config)).beside(options.request(ctx.params))
+    request = {k: v for k, v in options.request(ctx.params).items() if v is not False}
+    read = importing.read(options.input_file("CONFIG", config), request)
     path = None
     if output is not None:
         path = options.output_file("output", output)
@@ -867,27 +794,28 @@ def import_config(
         if path == read.path.resolve():
             _say(f"advise: note: --output {output} is the configuration that was read; it is replaced")
     workload = importing.workload(read)
-    card = options.device(gpu, None if vram is None else options.number(vram), detect_gpu)
-    card = options.on_system(card, os_name, own=gpu is None and vram is None)
+    asked = _asked(ctx.params, Executor.SIMPLETUNER)
+    files = _output_files({**ctx.params, "export": None})
+    card = asked.device
     if card is None:
         raise WorkloadError("advise import needs a card to plan for and this machine has no GPU; give --gpu or --vram")
-    options.check_headroom(free, card)
     session = _session(workload)
-    answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free, host_ram=host)
+    answer = asked.plan(session, workload, card)
     if all(e.schedule != read.schedule for e in answer.schedules):
         swapped, compiled = workload.swapped_blocks > 0, workload.compiles
         others = candidates(Executor.SIMPLETUNER, workload.model, answer.structure, swapped=swapped, compiled=compiled)
-        wanted = [read.schedule, *others]
-        answer = session.plan(workload, card, Executor.SIMPLETUNER, aim, headroom=free, host_ram=host, schedules=wanted)
+        answer = asked.plan(session, workload, card, schedules=[read.schedule, *others])
     own = next(e for e in answer.schedules if e.schedule == read.schedule)
     fits = answer.recommended is not None
     if path is not None and fits:
         from probes import store
 
         store.atomic_write(path, (json.dumps(read.patched(answer.export or {}), indent=2) + "\n").encode())
-    if as_json:
+    ignored = options.without_effect(request, workload)
+    files = _write_found(answer if fits else None, files)
+    if ctx.params["as_json"]:
         content = answer.to_json()
-        content["warnings"] += list(read.notes)
+        content["warnings"] += [*read.notes, *ignored]
         content["imported"] = {"request": dict(read.request), "schedule": own.to_json()}
         if fits:
             content["patched"] = read.patched(answer.export or {})
@@ -897,8 +825,10 @@ def import_config(
 
         def draw(console: Any) -> None:
             reports.draw_imported(read, own, answer, console)
-            if path is not None and fits:
-                reports.draw_written({"output": path}, console)
+            reports.draw_lines([f"warning: {text}" for text in ignored], console)
+            written = {**({} if path is None or not fits else {"output": path}), **files}
+            if written:
+                reports.draw_written(written, console)
 
         sys.stdout.write(reports.render(draw))
     if path is not None and not fits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import re
@@ -50,17 +49,8 @@ class Imported:
     schedule: Schedule
     """Its own."""
     notes: tuple[str, ...]
-
-    def beside(self, options: Mapping[str, Any]) -> Imported:
-        """With what no configuration says and the command does: buckets, what else is kept on the card.
-
-        Args:
-            options: by request key.
-        """
-        notes = self.notes
-        if any("bucket" in key for key in options):
-            notes = tuple(n for n in notes if n != _BUCKETS)
-        return dataclasses.replace(self, request={**self.request, **options}, notes=notes)
+    given: tuple[str, ...] = ()
+    """Of the request what is not from it."""
 
     def patched(self, controls: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration with other keys for checkpointing, in its own spelling of keys (with dashes or without)."""
@@ -90,8 +80,11 @@ def _plain(key: str) -> str:
     return key.lstrip("-").replace("-", "_")
 
 
-def read(path: Path) -> Imported:
+def read(path: Path, given: Mapping[str, Any] | None = None) -> Imported:
     """Reads a SimpleTuner `config.json`.
+
+    Args:
+        given: parts of a request that count instead of what is in it.
 
     Raises:
         WorkloadError: not readable, or it names a model or values that cannot be planned for; the file and the key are named.
@@ -125,7 +118,7 @@ def read(path: Path) -> Imported:
             raise WorkloadError(f"{path}: {_plain(key)} is in it twice, with dashes and without")
         values[_plain(key)] = value
     try:
-        return _imported(path, content, values)
+        return _imported(path, content, values, given or {})
     except (WorkloadError, UnknownModelError, ScheduleError) as error:
         raise WorkloadError(f"{path}: {error}") from None
 
@@ -153,18 +146,21 @@ def workload(read: Imported) -> Workload:
     """The job that a configuration asks for.
 
     Raises:
-        WorkloadError: a value that the model cannot have; the file and its key are named.
+        WorkloadError: a value that the model cannot have; the file and its key are named, or the option that stands for it.
     """
     try:
         return from_request(read.request)
     except (WorkloadError, UnknownModelError) as error:
+        named = re.search(r"--[a-z][a-z-]*", str(error))
+        if named is not None and named[0][2:].replace("-", "_") in read.given:
+            raise
         text = re.sub(r"--weights-offload ramtorch|--[a-z][a-z-]*", lambda m: _KEYS.get(m[0], m[0]), str(error))
         if isinstance(error, UnknownModelError):
             text = f"model_flavour: {text}"
         raise WorkloadError(f"{read.path}: {text}") from None
 
 
-def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any]) -> Imported:
+def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any], given: Mapping[str, Any]) -> Imported:
     notes: list[str] = []
     request: dict[str, Any] = {"model": _text(values, "model_family")}
     try:
@@ -173,10 +169,11 @@ def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any])
         raise WorkloadError(f"model_family: {str(error).removeprefix('--model ')}") from None
     if (flavour := _text(values, "model_flavour")) is not None:
         request["variant"] = flavour
-    _size(values, family, request, notes)
+    _size(values, family, request, [] if "resolution" in given else notes)
     if (batch := _number(values.get("train_batch_size"))) in (None, ""):
         request["batch"] = DEFAULT_BATCH
-        notes.append(f"no train_batch_size in it: the trainer's default of {DEFAULT_BATCH} is taken")
+        if "batch" not in given:
+            notes.append(f"no train_batch_size in it: the trainer's default of {DEFAULT_BATCH} is taken")
     else:
         request["batch"] = batch
     _adapter(values, request, notes)
@@ -199,7 +196,14 @@ def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any])
         notes.append(f"enable_group_offload is on and is not planned for: {GROUP_OFFLOAD}")
     controls = {k: _number(values[k]) for k in CONTROLS if values.get(k) not in (None, "", "None")}
     controls.setdefault("gradient_checkpointing", True)  # the trainer's default
-    return Imported(path, content, request, Schedule.from_controls(controls), tuple(notes))
+    if {"buckets", "aspect_buckets"} & set(given):
+        notes = [n for n in notes if n != _BUCKETS]
+    for key, value in given.items():
+        if (had := request.get(key, value)) != value:
+            notes.append(
+                f"--{key.replace('_', '-')} {value} counts instead of its {had}, which stays in the configuration"
+            )
+    return Imported(path, content, {**request, **given}, Schedule.from_controls(controls), tuple(notes), tuple(given))
 
 
 def _shown(value: Any) -> str:
@@ -287,7 +291,9 @@ def _adapter(values: Mapping[str, Any], request: dict[str, Any], notes: list[str
         return
     if kind == "lycoris":
         request["adapter"] = "lokr"
-        notes.append("lora_type lycoris: its own file says which form and factor; taken as LoKr with factor 16")
+        notes.append(
+            "lora_type lycoris: its own file says which form and factor; taken as LoKr, with factor 16 unless --lokr-factor says another"
+        )
         return
     for key, name in (("use_dora", "dora"), ("use_rslora", "rslora")):
         if _flag(values, key):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -437,6 +438,83 @@ PlanFile = Annotated[
 Refresh = Annotated[
     bool, _option("--refresh", panel=OUTPUT, metavar=None, text="Make the profile anew even when one is stored.")
 ]
+
+# Which command takes which of them, by the names of its parameters (`takes`).
+NAMED: dict[str, Any] = {
+    "model": Model,
+    "variant": VariantName,
+    "model_class": ModelClass,
+    "model_config": ModelConfig,
+    "revision": Revision,
+}
+"""Which model."""
+BUCKETS: dict[str, Any] = {"buckets": Buckets, "aspect_buckets": AspectBuckets, "bucket_step": BucketStep}
+SHAPE: dict[str, Any] = {
+    "frames": Frames,
+    "seconds": Seconds,
+    "references": References,
+    "batch": Batch,
+    "cfg_batch": CfgBatch,
+    "caption_tokens": CaptionTokens,
+    "text_padding": TextPadding,
+}
+"""What a sample is, besides its resolution."""
+TRAINED: dict[str, Any] = {
+    "adapter": Adapter,
+    "rank": Rank,
+    "alpha": Alpha,
+    "lora_targets": LoraTargets,
+    "lora_dropout": LoraDropout,
+    "dora": Dora,
+    "rslora": RsLora,
+    "accumulate": Accumulate,
+    "ema": Ema,
+    "master_weights": MasterWeights,
+    "lokr_factor": LokrFactor,
+    "lokr_full_matrix": LokrFullMatrix,
+    "precision": Precision,
+    "optimizer": Optimizer,
+    "attention": Attention,
+    "fuse_qkv": FuseQkv,
+    "compile": Compile,
+    "weights_offload": WeightsOffload,
+}
+"""What is trained, and how."""
+SIZED: dict[str, Any] = {"resolution": Resolution, **SHAPE}
+JOB: dict[str, Any] = {"resolution": Resolution, **BUCKETS, **SHAPE, **TRAINED}
+ROOM: dict[str, Any] = {
+    "vram": Vram,
+    "headroom": Headroom,
+    "host_ram": HostRam,
+    "resident_gib": ResidentGib,
+    "validation_resolution": ValidationResolution,
+    "validation_frames": ValidationFrames,
+    "validation_samples": ValidationSamples,
+    "os_name": OsName,
+}
+"""The memory that there is and what else is in it, besides --gpu."""
+ANSWER: dict[str, Any] = {"as_json": AsJson, "export": ExportFile, "plan": PlanFile}
+
+
+def takes(*groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of groups behind its own; their values come as keyword arguments, and in ``ctx.params``.
+
+    None stands for an option that was not given, False for a flag.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [p for p in own if p.kind is not p.VAR_KEYWORD]
+        for name, option in (item for group in groups for item in group.items()):
+            default = False if get_args(option)[0] is bool else None
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+            )
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
 
 
 def request(params: Mapping[str, Any]) -> dict[str, Any]:

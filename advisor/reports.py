@@ -362,6 +362,10 @@ def _draw_notes(plan: Plan, console: Console) -> None:
         console.print()
         console.print("Notes:")
         console.print(_bullets(lines))
+    _draw_warnings(plan, console)
+
+
+def _draw_warnings(plan: Plan, console: Console) -> None:
     for text in plan.warnings:
         if not text.startswith("stands for ") and not (text == plan.device.note and _is_taken_for(plan.device)):
             console.print(f"note: {text}")
@@ -858,6 +862,9 @@ def draw_largest(found: Largest, console: Console) -> None:
         console.print(f"More was not tried: {found.limit}.")
     if fit_word(e) == "tight":
         console.print(f"It is a tight fit, {e.fit_probability:.0%} likely. --headroom keeps memory free.")
+    for phase in found.best.plan.phases:
+        console.print(f"Beside the training step, {phase.text}.")
+    _draw_warnings(found.best.plan, console)
 
 
 def draw_imported(read: Imported, own: Estimate, answer: Plan, console: Console) -> None:

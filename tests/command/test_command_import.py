@@ -223,7 +223,7 @@ def test_an_average_on_the_card_is_counted(tmp_path: Path) -> None:
 def test_buckets_and_what_else_is_on_the_card_are_said_beside_a_configuration(tmp_path: Path) -> None:
     read = importing.read(write(tmp_path, CONFIG))
     assert any("--bucket" in n for n in read.notes)
-    more = read.beside({"buckets": ["1024x1024", "832x1216"], "resident_gib": 2})
+    more = importing.read(read.path, {"buckets": ["1024x1024", "832x1216"], "resident_gib": 2})
     assert not any("--bucket" in n for n in more.notes)
     workload = importing.workload(more)
     assert (workload.buckets, workload.resident_gib) == (("512x512", "1024x1024", "832x1216"), 2.0)
@@ -270,3 +270,40 @@ def test_the_command_answers_and_writes(advise: Any, tmp_path: Path) -> None:
     found = json.loads(again.out)
     assert found["imported"]["schedule"]["name"] == found["recommended"]["name"]
     assert advise("import", str(tmp_path / "missing.json"), "--gpu", "4090").status == 2
+
+
+def test_options_count_instead_of_the_configuration(advise: Any, tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {"model_family": "sd3", "resolution": 256, "lora_rank": 8, "model_type": "lora", "train_batch_size": 1},
+    )
+    plan = tmp_path / "plan.json"
+    options = (
+        "--vram",
+        "24",
+        "--rank",
+        "32",
+        "--ema",
+        "--resident-gib",
+        "2",
+        "--aspect-buckets",
+        "256",
+        "--plan",
+        str(plan),
+    )
+    found = json.loads(advise("import", str(path), *options, "--lokr-factor", "4", "--json").out)
+    job = found["workload"]
+    assert (job["rank"], job["ema"], job["resident_gib"]) == (32, True, 2.0)
+    assert len(job["buckets"]) > 1
+    assert any("--rank 32 counts instead of its 8" in w for w in found["warnings"])
+    assert any("--lokr-factor has no effect" in w for w in found["warnings"])
+    assert found["patched"]["lora_rank"] == 8
+    assert json.loads(plan.read_text())["workload"]["rank"] == 32
+
+
+def test_a_bad_option_is_told_by_its_own_name(advise: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, {"model_family": "sd3", "lora_rank": 8, "model_type": "lora"})
+    done = advise("import", str(path), "--vram", "24", "--rank", "0")
+    assert done.status == 2
+    assert "--rank must be" in done.err
+    assert "lora_rank" not in done.err

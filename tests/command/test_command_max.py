@@ -1,12 +1,14 @@
 """advise max: the search itself on made-up answers, and the command on a real model."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
-from advisor import largest
+from advisor import cli, largest
 from probes.workload import Workload, WorkloadError, from_request
 
 SMALL = {"model": "sd3", "resolution": "512x512"}
@@ -132,3 +134,58 @@ def test_the_command_needs_a_card(advise: Any) -> None:
     assert done.status == 2
     assert "--gpu or --vram" in done.err
     assert advise("max", "--model", "sd3", "--gpu", "4090", "--vary", "colour").status == 2
+
+
+def test_it_takes_every_option_of_the_main_command_but_the_version() -> None:
+    group: Any = typer.main.get_command(cli.app)
+    known = {p.name for p in group.params}
+    assert known - {"version"} < {p.name for p in group.commands["max"].params}
+    of_the_model = {"model", "variant", "model_class", "model_config", "revision"}
+    asked_elsewhere = {"executor", "export"}  # the configuration is SimpleTuner's, and --output is its export
+    assert known - {"version"} - of_the_model - asked_elsewhere < {p.name for p in group.commands["import"].params}
+
+
+def test_what_else_is_on_the_card_counts(advise: Any) -> None:
+    options = (
+        "max",
+        "--model",
+        "sd3",
+        "--resolution",
+        "256",
+        "--vary",
+        "rank",
+        "--rank",
+        "1",
+        "--vram",
+        "12",
+        "--json",
+    )
+    found = json.loads(advise(*options, "--resident-gib", "11").out)
+    assert found["largest"] is None
+    assert [t["value"] for t in found["tried"]] == ["1"]
+
+
+@pytest.mark.parametrize("vary", ["resolution", "frames"])
+def test_buckets_say_the_sizes(advise: Any, vary: str) -> None:
+    done = advise("max", "--model", "wan", "--bucket", "256x256x17", "--vary", vary, "--vram", "12")
+    assert done.status == 2
+    assert f"--vary {vary} goes with one size" in done.err
+
+
+@pytest.mark.slow
+def test_the_largest_batch_of_buckets_and_its_plan(advise: Any, tmp_path: Path) -> None:
+    options = ("--model", "sd3", "--bucket", "256x256", "--bucket", "192x320", "--batch", "4", "--vram", "12")
+    file = tmp_path / "plan.json"
+    found = json.loads(advise("max", *options, "--ema", "--accumulate", "2", "--plan", str(file), "--json").out)
+    assert [b["bucket"] for b in found["answer"]["buckets"]["evaluated"]] == ["256x256", "192x320"]
+    assert found["answer"]["workload"]["ema"]
+    assert json.loads(file.read_text())["workload"]["batch"] == int(found["largest"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vary", ["batch", "rank"])
+def test_swapped_blocks_are_searched_too(advise: Any, vary: str) -> None:
+    options = ("--model", "flux", "--resolution", "512", "--weights-offload", "blocks:50", "--gpu", "3090", "--json")
+    found = json.loads(advise("max", *options, "--vary", vary).out)
+    assert found["answer"]["workload"]["weights_offload"] == "blocks:50"
+    assert found["tried"][-1]["fits"] is False
