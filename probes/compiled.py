@@ -8,9 +8,11 @@ kernel by kernel (`probes.kernels`). Assumed: Dynamo captures a block as one gra
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -104,15 +106,17 @@ class CompiledBlocks:
         return forward(*args, **kwargs) if compiled is None else compiled(*given)
 
     def _compile(self, flat: Callable[..., Any], given: tuple[Any, ...], parameters: int) -> Callable[..., Any]:
+        from torch._functorch import partitioners
         from torch._functorch.aot_autograd import aot_function
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
         from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
         def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
             remove_noop_ops(joint.graph)
             options["static_lifetime_input_indices"] = list(range(parameters))
-            return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+            # where it finds no cut, PyTorch writes the graph into the current folder
+            with mock.patch.object(partitioners, "_get_unique_path", return_value=os.devnull, create=True):
+                return partitioners.min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
 
         compiled: Callable[..., Any] = aot_function(
             flat, self._graph, self._graph, partition, decompositions=select_decomp_table()

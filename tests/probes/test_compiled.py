@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import networkx
 import numpy as np
 import pytest
 import torch
@@ -254,3 +256,21 @@ def test_stand_ins_are_not_compiled(option: str, value: str) -> None:
     workload = from_request({"model": "krea2", "resolution": 256, "compile": "regional", option: value})
     with pytest.raises(NotYetError, match=r"--compile regional with --.* cannot be estimated yet.*--compile none can"):
         trace(workload, Target("cuda"))
+
+
+def test_a_graph_without_a_cut_leaves_nothing_in_the_users_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_cut(*_: Any) -> None:
+        raise networkx.NetworkXUnbounded("Infinite capacity path")
+
+    monkeypatch.setattr(networkx, "minimum_cut", no_cut)
+    monkeypatch.chdir(tmp_path)
+    block, recorder = nn.Linear(4, 4), Recorder("cpu")
+    blocks = CompiledBlocks(recorder, None)
+    blocks.compile(block, 0)
+    with recorder, recorder.saved_tensors():
+        block(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    (note,) = blocks.notes
+    assert note.startswith("Linear could not be compiled here")
+    assert list(tmp_path.iterdir()) == []
