@@ -15,11 +15,10 @@ from decision_rules.ladder import Choice, Objective, choose
 from decision_rules.optimum import optimum
 from decision_rules.support import (
     Executor,
-    Verdict,
     as_run,
-    candidates,
-    check,
-    semantics,
+    job_candidates,
+    job_check,
+    job_semantics,
     smaller_weights,
     weights_note,
     weights_refused,
@@ -250,18 +249,34 @@ class Session:
         self._replays: dict[tuple[Any, ...], Replay] = {}
 
     def profile(
-        self, workload: Workload, device: Device, executor: Executor
+        self, workload: Workload, device: Device, executor: Executor, *, forward_only: bool = False
     ) -> tuple[tuple[Any, ...], Profile, tuple[str, ...]]:
+        """(key of the trace, profile, warnings about it), once for all jobs and cards that share a trace.
+
+        Args:
+            forward_only: of one forward pass without gradients.
+
+        Raises:
+            TraceError, WorkloadError: the model cannot be traced as asked.
+        """
         asked, workload = workload, as_run(executor, workload)
         check_compile(workload)
-        key = (workload.traced(), device.kind is DeviceKind.CPU, (device.capability or (8, 0)) >= (8, 0))
+        modern = (device.capability or (8, 0)) >= (8, 0)
+        key = (workload.traced(), device.kind is DeviceKind.CPU, modern, forward_only)
         if key not in self._profiles:
             if len(self._profiles) >= 64:
                 oldest = next(iter(self._profiles))
                 self._profiles.pop(oldest)
                 self._replays.pop(oldest, None)
             warnings: list[str] = []
-            profile = profile_for(workload, device, warnings.append, refresh=self.refresh, progress=self.progress)
+            profile = profile_for(
+                workload,
+                device,
+                warnings.append,
+                refresh=self.refresh,
+                progress=self.progress,
+                forward_only=forward_only,
+            )
             self._profiles[key] = (profile, tuple(warnings))
         profile, warned = self._profiles[key]
         return key, dataclasses.replace(profile, workload=asked), warned
@@ -325,16 +340,7 @@ class Session:
     ) -> Estimate:
         """One supported schedule of one workload."""
         _, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
-        swapped = workload.swapped_blocks > 0
-        verdict = check(
-            executor,
-            workload.model,
-            estimator.profile.structure,
-            schedule,
-            workload.variant,
-            swapped=swapped,
-            compiled=workload.compiles,
-        )
+        verdict = job_check(executor, workload, estimator.profile.structure, schedule)
         found = estimator.estimate(verdict.effective)
         save()
         return found
@@ -356,7 +362,7 @@ class Session:
         estimator = Estimator(
             profile,
             device,
-            semantics(executor, workload.model, workload.variant, swapped=workload.swapped_blocks > 0),
+            job_semantics(executor, workload),
             headroom=headroom,
             host_ram=host_ram,
             reserved_cache=reserved,
@@ -384,27 +390,12 @@ class Session:
         """`plan` for the workload's own size."""
         if (refused := weights_refused(executor, workload.weights_offload, workload.precision)) is not None:
             raise WorkloadError(refused)
-        swapped = workload.swapped_blocks > 0
         warnings, estimator, save = self._estimator(workload, device, executor, headroom, host_ram)
-        profile, family = estimator.profile, workload.model
-        wanted = (
-            list(schedules)
-            if schedules is not None
-            else candidates(
-                executor, family, profile.structure, workload.variant, swapped=swapped, compiled=workload.compiles
-            )
-        )
+        profile = estimator.profile
+        wanted = list(schedules) if schedules is not None else job_candidates(executor, workload, profile.structure)
         estimates: list[Estimate] = []
         for schedule in wanted:
-            verdict: Verdict = check(
-                executor,
-                family,
-                profile.structure,
-                schedule,
-                workload.variant,
-                swapped=swapped,
-                compiled=workload.compiles,
-            )
+            verdict = job_check(executor, workload, profile.structure, schedule)
             if not verdict.supported:
                 estimates.append(Estimate(schedule, False, verdict.reason))
                 continue
@@ -464,12 +455,11 @@ class Session:
         if asked is None:
             return ()
         asked = as_run(executor, asked)
-        warnings: list[str] = []
-        profile = profile_for(
-            asked, device, warnings.append, refresh=self.refresh, progress=self.progress, forward_only=True
+        key, profile, _ = self.profile(asked, device, executor, forward_only=True)
+        estimator = Estimator(
+            profile, device, job_semantics(executor, workload), headroom=headroom, replay=self._replays.get(key)
         )
-        meaning = semantics(executor, workload.model, workload.variant, swapped=workload.swapped_blocks > 0)
-        estimator = Estimator(dataclasses.replace(profile, workload=asked), device, meaning, headroom=headroom)
+        self._replays[key] = estimator.replay
         samples = "1 sample" if asked.batch == 1 else f"{asked.batch} samples together"
         what = f"one forward pass of the model without gradients, {samples} of {asked.bucket}; VAE and text encoder not in it"
         return (Phase("validation", what, estimator.estimate(Schedule())),)
@@ -500,7 +490,7 @@ class Session:
         if most.swap is None:
             return ()
         structure, count = most.profile.structure, len(most.swap.blocks)
-        wanted = candidates(executor, workload.model, structure, workload.variant, swapped=True)
+        wanted = job_candidates(executor, most.profile.workload, structure)
         schedule = min(wanted, key=lambda s: most.measure(s).peak)
         found = estimate(count)
         if not found.fits:

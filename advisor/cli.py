@@ -783,7 +783,7 @@ def import_config(
     Exit status: 0 something fits, 1 nothing fits, 2 bad usage.
     """
     from advisor import importing
-    from decision_rules.support import Executor, candidates
+    from decision_rules.support import Executor, job_candidates
 
     request = {k: v for k, v in options.request(ctx.params).items() if v is not False}
     read = importing.read(options.input_file("CONFIG", config), request)
@@ -802,8 +802,7 @@ def import_config(
     session = _session(workload)
     answer = asked.plan(session, workload, card)
     if all(e.schedule != read.schedule for e in answer.schedules):
-        swapped, compiled = workload.swapped_blocks > 0, workload.compiles
-        others = candidates(Executor.SIMPLETUNER, workload.model, answer.structure, swapped=swapped, compiled=compiled)
+        others = job_candidates(Executor.SIMPLETUNER, workload, answer.structure)
         answer = asked.plan(session, workload, card, schedules=[read.schedule, *others])
     own = next(e for e in answer.schedules if e.schedule == read.schedule)
     fits = answer.recommended is not None

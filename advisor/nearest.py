@@ -8,6 +8,7 @@ from typing import Any
 
 from advisor import largest
 from advisor.api import Plan
+from decision_rules.ladder import FIXED_PARTS
 from estimators.estimate import Estimate
 from probes.workload import Workload, WorkloadError, from_request
 
@@ -18,7 +19,6 @@ BASES = {"int8-torchao": 8, "nf4": 4}
 """Quantised bases that are tried, with their bits a weight: no weight can be smaller."""
 _LEAST_SHARE = 0.5
 """A smaller picture or batch than this share of the one asked for is another job, not a change."""
-_FIXED = ("weights", "adapter", "gradients", "optimizer", "workspace")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _candidates(request: Mapping[str, Any], job: Workload, least: Estimate, capa
     movable: list[dict[str, Any]] = (
         [{}, {"precision": "nf4"}, {"weights_offload": "ramtorch"}] if job.adapter != "full" else [{}]
     )
-    fixed = sum(parts.get(name, 0) for name in _FIXED)
+    fixed = sum(parts.get(name, 0) for name in FIXED_PARTS)
     for options in movable:
         kept = fixed - (weights if "weights_offload" in options else weights * 3 // 4 if options else 0)
         if capacity > kept:

@@ -168,7 +168,7 @@ class Answered:
 def estimates(chosen: Sequence[Row] | None = None) -> tuple[list[Answered], dict[str, int]]:
     """Rows that can be estimated under SimpleTuner's semantics, and for the others why not with how many rows. Of all rows, or of
     those `chosen`."""
-    from decision_rules.support import check, semantics
+    from decision_rules.support import job_check, job_semantics
 
     session = Session()
     refused: dict[str, int] = defaultdict(int)
@@ -188,13 +188,11 @@ def estimates(chosen: Sequence[Row] | None = None) -> tuple[list[Answered], dict
         except (TraceError, WorkloadError) as error:
             refused[_short(error)] += 1
             continue
-        verdict = check(
-            Executor.SIMPLETUNER, workload.model, profile.structure, row.schedule, compiled=workload.compiles
-        )
+        verdict = job_check(Executor.SIMPLETUNER, workload, profile.structure, row.schedule)
         if not verdict.supported:
             refused[verdict.reason or "not supported"] += 1
             continue
-        estimator = Estimator(profile, device, semantics(Executor.SIMPLETUNER, workload.model, workload.variant))
+        estimator = Estimator(profile, device, job_semantics(Executor.SIMPLETUNER, workload))
         answered.append(Answered(row, workload, estimator, estimator.estimate(verdict.effective)))
     return answered, dict(refused)
 

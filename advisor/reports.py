@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from advisor.api import SWAP_ADVICE, Plan
-from decision_rules.support import Executor, Ffn, TrainerSupport, check, trainer_support
+from decision_rules.support import Executor, Ffn, TrainerSupport, job_check, trainer_support
 from estimators.devices import Device
 from estimators.estimate import GIB, Estimate
 from estimators.schedule import Backend, IntervalForm, Schedule
@@ -331,8 +331,7 @@ def _refused_by_trainer(plan: Plan) -> str | None:
         return None
     family = plan.workload.family
     w, schedule = plan.workload, plan.recommended.schedule
-    swapped, compiled = w.swapped_blocks > 0, w.compiles
-    verdict = check(Executor.SIMPLETUNER, w.model, plan.structure, schedule, swapped=swapped, compiled=compiled)
+    verdict = job_check(Executor.SIMPLETUNER, w, plan.structure, schedule)
     if not verdict.supported:
         return verdict.reason
     if verdict.effective != plan.recommended.schedule:
@@ -378,9 +377,7 @@ def unsupported(plan: Plan) -> list[tuple[str, str]]:
     for schedule in (*(Schedule(b) for b in Backend), Schedule(offload_attention=True)):
         if (schedule.backend, schedule.offload_attention) in there:
             continue
-        w = plan.workload
-        swapped, compiled = w.swapped_blocks > 0, w.compiles
-        verdict = check(plan.executor, w.model, plan.structure, schedule, w.variant, swapped=swapped, compiled=compiled)
+        verdict = job_check(plan.executor, plan.workload, plan.structure, schedule)
         reason = verdict.reason or "; ".join(verdict.notes)
         if reason:
             found.append((schedule.name, reason))

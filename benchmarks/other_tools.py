@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 from advisor import apply
 from advisor.api import Session
 from advisor.published import Row, rows
-from decision_rules.support import Executor, check, semantics
+from decision_rules.support import Executor, job_check, job_semantics
 from estimators.devices import Device, find_gpu
 from estimators.estimate import GIB, Estimator, Semantics
 from estimators.memory import Memory
@@ -108,6 +108,8 @@ def _lora_tracker() -> Any:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     class LoraTracker(MemTracker):
+        memory_tracking: Any
+
         def _track_module_params_and_buffers(self, module: Any, install_grad_hooks: bool = True) -> Any:
             return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
 
@@ -275,12 +277,12 @@ def ask(families: Sequence[str], say: Callable[[str], None]) -> tuple[list[Said]
         workload = from_request(members[0].request)
         cards = {r.gpu: find_gpu(r.gpu) for r in members}
         timed = {r.gpu: cards[r.gpu] for r in members if r.seconds}
-        _, profile, _ = session.profile(workload, next(iter(cards.values())))
-        verdict = check(Executor.SIMPLETUNER, workload.model, profile.structure, schedule, workload.variant)
+        _, profile, _ = session.profile(workload, next(iter(cards.values())), Executor.SIMPLETUNER)
+        verdict = job_check(Executor.SIMPLETUNER, workload, profile.structure, schedule)
         if not verdict.supported:
             missing.append(f"{members[0].family}, {schedule.name}: {verdict.reason}")
             continue
-        meaning = semantics(Executor.SIMPLETUNER, workload.model, workload.variant)
+        meaning = job_semantics(Executor.SIMPLETUNER, workload)
         run = as_run(verdict.effective, profile.structure, meaning)
         runs: dict[str, tuple[float, dict[str, float]]] = {}
         ways = [(TRACKED, None), (TRACKED_CUDA, Target("cuda", (9, 0), workload.attention))]

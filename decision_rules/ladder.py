@@ -167,6 +167,8 @@ def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
     return Choice(chosen, tuple(reasons), faster)
 
 
+FIXED_PARTS = ("weights", "adapter", "gradients", "optimizer", "workspace", "kept")
+"""Of a peak, what neither checkpointing nor a smaller batch or picture lowers."""
 _KNOBS = {
     "adapter": "a lower --rank",
     "gradients": "training fewer parameters (--adapter lora, a lower --rank)",
@@ -197,7 +199,7 @@ def _why_nothing_fits(usable: Sequence[Estimate], capacity: int, smaller_weights
         ]
     part, size = largest
     knob = smaller_weights if part == "weights" else _KNOBS[part]
-    if part in ("weights", "adapter", "gradients", "optimizer", "workspace", "kept"):
+    if part in FIXED_PARTS:
         lines.append(
             f"the largest part of its peak is {part} ({_gib(size)}), which checkpointing cannot lower; {knob} can"
         )

@@ -216,6 +216,11 @@ def semantics(executor: Executor, family: str, variant: str | None = None, *, sw
             )
 
 
+def job_semantics(executor: Executor, workload: Workload) -> Semantics:
+    """`semantics` for one job."""
+    return semantics(executor, workload.model, workload.variant, swapped=workload.swapped_blocks > 0)
+
+
 def as_run(executor: Executor, workload: Workload) -> Workload:
     """The workload whose trace shows what the executor's step computes.
 
@@ -251,6 +256,19 @@ def check(
         case Executor.SIMPLETUNER:
             verdict = _simpletuner(family, trainer_support(family, variant), schedule, swapped)
             return _with_trainers_compile(verdict) if compiled and verdict.supported else verdict
+
+
+def job_check(executor: Executor, workload: Workload, structure: Structure, schedule: Schedule) -> Verdict:
+    """`check` for one job."""
+    return check(
+        executor,
+        workload.model,
+        structure,
+        schedule,
+        workload.variant,
+        swapped=workload.swapped_blocks > 0,
+        compiled=workload.compiles,
+    )
 
 
 def _inside_compiled(schedule: Schedule) -> Verdict | None:
@@ -433,3 +451,15 @@ def candidates(
             kept.append(schedule)
             effects.add(effect)
     return kept
+
+
+def job_candidates(executor: Executor, workload: Workload, structure: Structure) -> list[Schedule]:
+    """`candidates` for one job."""
+    return candidates(
+        executor,
+        workload.model,
+        structure,
+        workload.variant,
+        swapped=workload.swapped_blocks > 0,
+        compiled=workload.compiles,
+    )

@@ -7,9 +7,10 @@ the regions of a list comes before what the names suggest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from probes.catalogue import Regions
@@ -218,3 +219,22 @@ def _guess(module: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[str, .
         inner, deeper = _guess(child)
         return tuple(tuple(f"{name}.{part}" for part in run) for run in inner), tuple(f"{name}.{a}" for a in deeper)
     return tuple(feed_forward), attention
+
+
+def owned_tensors(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+    """By block, the parameters and buffers that no other module of the model has."""
+    places: dict[int, set[str]] = {}
+    inside: dict[str, dict[int, torch.Tensor]] = {name: {} for name in blocks}
+    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, t in tensors:
+            block = next((b for b in _parents(name) if b in inside), "")
+            places.setdefault(id(t), set()).add(block)
+            if block:
+                inside[block][id(t)] = t
+    return {b: [t for key, t in found.items() if len(places[key]) == 1] for b, found in inside.items()}
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name

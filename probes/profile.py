@@ -55,7 +55,3 @@ class Profile:
     @property
     def trained_elements(self) -> int:
         return sum(n * count for n, _, count in self.trained_sizes)
-
-    @property
-    def largest_trained_elements(self) -> int:
-        return max((n for n, _, _ in self.trained_sizes), default=0)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from probes import build, loha, quantized, stand_ins, thinning
 from probes.compiled import CompiledBlocks
-from probes.discover import discover
+from probes.discover import discover, owned_tensors
 from probes.expressions import evaluate
 from probes.profile import BUFFER, DESCRIBED, FORWARD, FROZEN, TRAINED, Profile, Weight
 from probes.recorder import Recorder
@@ -172,7 +172,7 @@ def _trace(
     compiled = CompiledBlocks(recorder, functions) if workload.compiles else None
     names = {thinning.original_name(n, kept): n for n, _ in model.named_modules()}
     block_weights: dict[str, tuple[Weight, ...]] = {}
-    owned = _owned(model, [names[b.name] for b in structure.blocks if b.name in names])
+    owned = owned_tensors(model, [names[b.name] for b in structure.blocks if b.name in names])
     links = _Links()
     for chain in structure.chains:
         for block in chain.blocks:
@@ -248,25 +248,6 @@ def _trace(
         block_weights=block_weights,
         notes=(*_assumptions(workload, known), *(compiled.notes if compiled is not None else ())),
     )
-
-
-def _owned(model: nn.Module, blocks: list[str]) -> dict[str, list[torch.Tensor]]:
-    """By block, the parameters and buffers that no other module of the model has."""
-    places: dict[int, set[str]] = {}
-    inside: dict[str, dict[int, torch.Tensor]] = {name: {} for name in blocks}
-    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, t in tensors:
-            block = next((b for b in _parents(name) if b in inside), "")
-            places.setdefault(id(t), set()).add(block)
-            if block:
-                inside[block][id(t)] = t
-    return {b: [t for key, t in found.items() if len(places[key]) == 1] for b, found in inside.items()}
-
-
-def _parents(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _kind(t: torch.Tensor) -> int:

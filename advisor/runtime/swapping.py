@@ -29,6 +29,7 @@ from torch import nn
 from advisor.runtime.counters import Counters, RuntimeRefused
 from advisor.runtime.devices import Device, Event, device_for, host_memory_bytes
 from advisor.runtime.offload import Kept
+from probes.discover import owned_tensors
 
 
 class _Reference:
@@ -244,14 +245,10 @@ def swappable(root: nn.Module, names: Sequence[str]) -> dict[str, list[nn.Parame
     Raises:
         RuntimeRefused: there is none; or a block is compiled, or a weight is of a kind that cannot be copied piece by piece.
     """
-    places: dict[int, set[str]] = {}
-    inside: dict[str, dict[int, nn.Parameter]] = {name: {} for name in names}
-    for name, p in root.named_parameters(remove_duplicate=False):
-        block = next((b for b in names if name.startswith(b + ".")), "")
-        places.setdefault(id(p), set()).add(block)
-        if block and not p.requires_grad:
-            inside[block][id(p)] = p
-    found = {b: [p for key, p in mine.items() if len(places[key]) == 1] for b, mine in inside.items()}
+    found = {
+        block: [t for t in tensors if isinstance(t, nn.Parameter) and not t.requires_grad]
+        for block, tensors in owned_tensors(root, names).items()
+    }
     for block, parameters in found.items():
         module = root.get_submodule(block)
         if any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in module.modules()):
