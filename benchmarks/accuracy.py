@@ -114,19 +114,19 @@ def published() -> tuple[list[str], Calibration]:
     out.append("|---|---|---|---|---|---|")
     for family, members in by_family(answered):
         for name in sorted({job_kind(a.estimator.profile) for a in members}):
-            peak, seconds, _ = errors([a for a in members if job_kind(a.estimator.profile) == name])
-            if peak:
-                times = f"{statistics.median(map(abs, seconds)):.0%}" if seconds else "-"
+            peaks, times, _ = errors([a for a in members if job_kind(a.estimator.profile) == name])
+            if peaks:
+                timed = f"{statistics.median(map(abs, times)):.0%}" if times else "-"
                 out.append(
-                    f"| {family} | {name} | {len(peak)} | {statistics.median(map(abs, peak)):.1%} | {max(peak, key=abs):+.1%} | {times} |"
+                    f"| {family} | {name} | {len(peaks)} | {statistics.median(map(abs, peaks)):.1%} | {max(peaks, key=abs):+.1%} | {timed} |"
                 )
     out += ["", regional(answered)]
     plain = [a for a in answered if a.row.precision == "bf16" and not a.row.schedule.offload_attention]
     for names in (("SD3", "Z-Image Turbo"),):
-        peak = errors([a for a in plain if a.row.family in names])[0]
+        peaks = errors([a for a in plain if a.row.family in names])[0]
         out += [
             "",
-            f"{' and '.join(names)}, bf16, without attention offload: median absolute peak error {statistics.median(map(abs, peak)):.2%} ({len(peak)} rows).",
+            f"{' and '.join(names)}, bf16, without attention offload: median absolute peak error {statistics.median(map(abs, peaks)):.2%} ({len(peaks)} rows).",
         ]
     out += [
         "",

@@ -92,7 +92,7 @@ def measure(module: nn.Module) -> tuple[float, float, int]:
 
 
 def _torchao(config_name: str) -> nn.Module:
-    from torchao import quantization  # type: ignore[import-not-found]
+    from torchao import quantization
     from torchao.quantization import quant_api
 
     quant_api._check_hardware_support = lambda granularity: None
@@ -126,7 +126,7 @@ def _differentiable_scaled_mm() -> Any:
 
 
 def _quanto() -> nn.Module:
-    from optimum.quanto import freeze, qint8, quantize  # type: ignore[import-not-found]
+    from optimum.quanto import freeze, qint8, quantize
 
     model = nn.Sequential(_linear())
     quantize(model, weights=qint8)
@@ -135,7 +135,7 @@ def _quanto() -> nn.Module:
 
 
 def _sdnq(**settings: Any) -> nn.Module:
-    from sdnq.training import sdnq_training_post_load_quant  # type: ignore[import-not-found]
+    from sdnq.training import sdnq_training_post_load_quant
 
     model: nn.Module = sdnq_training_post_load_quant(
         nn.Sequential(_linear()),
@@ -148,7 +148,7 @@ def _sdnq(**settings: Any) -> nn.Module:
 
 
 def _nf4() -> nn.Module:
-    import bitsandbytes  # type: ignore[import-not-found]
+    import bitsandbytes
 
     source = _linear()
     module: nn.Module = bitsandbytes.nn.Linear4bit(SIZE, SIZE, compute_dtype=torch.bfloat16, quant_type="nf4")
