@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,10 @@ from probes.workload import Workload
 
 SMALLEST_SDNQ_WEIGHT = 16384
 SMALLEST_SDNQ_INPUT = 32
+SMALLEST_QUANTISED_ROWS = 32
+"""Below, sdnq multiplies with the dequantised weight, as an ordinary linear does."""
+ADDS_BIAS = ("quanto",)
+"""Packages that add the bias in an operator of its own."""
 HADAMARD_GROUP = 256
 ROW_LAUNCHES = 12
 """Operators around a product with quantised rows beyond those written out here: sdnq 0.2.8 runs 16 in forward with Hadamard
@@ -51,6 +56,10 @@ class QuantizedLinear:
     """They are rotated first."""
     scales_input: bool
     """The input is scaled to float8 as a whole, by operators that autograd records; the result has the input's dtype."""
+    casts_input: bool
+    """Autocast casts the input before the package sees it; otherwise the package takes the call first."""
+    returns_input_dtype: bool
+    """The result has the input's dtype, whatever autocast says: behind a float32 norm the whole feed-forward is float32."""
     requantises_weight: str
     """The weight is quantised anew for the product: ``backward``, ``both`` or ``no``."""
     forward_launches: int
@@ -78,6 +87,8 @@ def table() -> dict[str, QuantizedLinear]:
             quantises_rows=r["quantises_rows"] == "1",
             hadamard=r["hadamard"] == "1",
             scales_input=r["scales_input"] == "1",
+            casts_input=r["casts_input"] == "1",
+            returns_input_dtype=r["returns_input_dtype"] == "1",
             requantises_weight=r["requantises_weight"],
             forward_launches=int(r["forward_launches"]),
             backward_launches=int(r["backward_launches"]),
@@ -102,8 +113,9 @@ def quantized_names(model: nn.Module, precision: str) -> set[str]:
     name_of_class = type(model).__name__
     patterns = _skips().get((facts.package, name_of_class)) or _skips().get((facts.package, "*"), "")
     if facts.package == "sdnq" and (facts.package, name_of_class) not in _skips():
+        # sdnq takes these for names of modules, not for patterns: "norm" does not keep norm1.linear.
         casting = getattr(model, "_skip_layerwise_casting_patterns", None) or ()
-        patterns = "|".join([p for p in (patterns, *casting) if p])
+        patterns = "|".join([patterns, *(rf"(^|\.){re.escape(name)}(\.|$)" for name in casting)])
     kept_float32 = getattr(model, "_keep_in_fp32_modules", None) or ()
     found = set()
     for name, module in model.named_modules():
@@ -137,14 +149,16 @@ class StandIn(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.facts.scales_input and input.numel():
-            # The weight is a tensor subclass that takes the call before autocast would cast the input.
             _launch(self.facts.forward_launches, input)
             scaled: torch.Tensor = _ScaledProduct.apply(_to_float8(input), self.weight, input.dtype, self.facts)
             return scaled if self.bias is None else scaled + self.bias.to(scaled.dtype)
-        if torch.is_autocast_enabled("cpu"):
-            input = input.to(torch.get_autocast_dtype("cpu"))
-        out: torch.Tensor = _Product.apply(input, self.weight, self.facts)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        if self.facts.casts_input or (self.facts.quantises_rows and _rows(input) < SMALLEST_QUANTISED_ROWS):
+            input = input.to(autocast)
+        dtype = input.dtype if self.facts.returns_input_dtype else autocast
+        with torch.autocast("cpu", enabled=False):
+            out: torch.Tensor = _Product.apply(input, self.weight, dtype, self.facts)
+            return out if self.bias is None or self.facts.package not in ADDS_BIAS else out + self.bias.to(dtype)
 
 
 def _to_float8(input: torch.Tensor) -> torch.Tensor:
@@ -188,7 +202,9 @@ class _ScaledProduct(torch.autograd.Function):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, facts: QuantizedLinear) -> torch.Tensor:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, facts: QuantizedLinear
+    ) -> torch.Tensor:
         ctx.facts = facts
         ctx.weight = weight
         saved = []
@@ -198,7 +214,7 @@ class _Product(torch.autograd.Function):
             _requantise(weight)
         if facts.copy_bytes:
             saved.append(_bytes(input, facts.copy_bytes * weight.numel()))
-        out = _product(input, weight.t(), facts)
+        out = _product(input, weight.t(), facts).to(dtype)
         if facts.saves_input:
             saved.append(input)
         if facts.holds_input:
@@ -216,27 +232,40 @@ class _Product(torch.autograd.Function):
         _transient(gradient, ctx.weight, facts.backward_transient_bytes)
         if facts.requantises_weight != "no":
             _requantise(ctx.weight)
-        return _product(gradient, ctx.weight, facts), None, None
+        return _product(gradient, ctx.weight, facts), None, None, None
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, facts: QuantizedLinear) -> torch.Tensor:
     """The matrix product; with quantised rows: rotated, row maxima, int8 copy, product, scaled back. The elementwise passes
     leave no full-size intermediate (on CUDA the package compiles them), but each is still launched by the host."""
     if not facts.quantises_rows:
-        return torch.matmul(rows, weight)
+        return torch.matmul(rows.to(weight.dtype), weight)
     if facts.hadamard:
         rows = _rotate(rows)
     scale = rows.amax(-1, keepdim=True)
     quantised = rows.to(torch.int8)
     for _ in range(ROW_LAUNCHES):
         scale.mul_(1)
-    out = torch.matmul(rows, weight)
+    out = _matmul(rows, weight)
     del quantised
     return out.mul_(scale)
 
 
+def _matmul(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product in the dtype of the rows."""
+    if rows.dtype == weight.dtype:
+        return torch.matmul(rows, weight)
+    stored = torch.empty(1, dtype=weight.dtype, device=rows.device).expand(_rows(rows), rows.shape[-1])
+    return torch.mm(stored, weight, out_dtype=rows.dtype).view(*rows.shape[:-1], weight.shape[-1])
+
+
+def _rows(input: torch.Tensor) -> int:
+    return input.numel() // input.shape[-1]
+
+
 def _rotate(rows: torch.Tensor) -> torch.Tensor:
-    groups = rows.reshape(-1, HADAMARD_GROUP) if rows.shape[-1] % HADAMARD_GROUP == 0 else rows
+    size = math.gcd(HADAMARD_GROUP, rows.shape[-1])
+    groups = rows.reshape(-1, size)
     matrix = torch.empty(groups.shape[-1], groups.shape[-1], dtype=rows.dtype, device=rows.device)
     return torch.matmul(groups, matrix).reshape(rows.shape)
 
@@ -269,7 +298,7 @@ def _transient(like: torch.Tensor, weight: torch.Tensor, per_weight: float) -> N
 
 
 _PLAIN = QuantizedLinear(
-    "bf16", "", 2.0, 0.0, False, False, 0.0, 0.0, False, False, False, "no", 0, 0, "", "an ordinary linear"
+    "bf16", "", 2.0, 0.0, False, False, 0.0, 0.0, False, False, False, True, False, "no", 0, 0, "", "an ordinary linear"
 )
 
 
@@ -280,6 +309,8 @@ def _streamed(facts: QuantizedLinear) -> QuantizedLinear:
         facts,
         weight_bytes=0.0,
         saves_input=True,
+        casts_input=True,
+        returns_input_dtype=False,
         forward_transient_bytes=facts.forward_transient_bytes + facts.weight_bytes,
         backward_transient_bytes=facts.backward_transient_bytes + facts.weight_bytes,
     )
