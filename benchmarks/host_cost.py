@@ -116,7 +116,8 @@ class _ScaledProduct(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _differentiable_scaled_mm() -> Any:
+def differentiable_scaled_mm() -> Any:
+    """Gives PyTorch's scaled product a derivative for a while."""
     product = torch._scaled_mm
     torch._scaled_mm = lambda rows, weight, **options: _ScaledProduct.apply(product, rows, weight, options)
     try:
@@ -180,7 +181,7 @@ def main() -> None:
         table.add_column(name, justify="left" if name in ("linear", "note") else "right")
     for name, build in CASES.items():
         try:
-            with _differentiable_scaled_mm():
+            with differentiable_scaled_mm():
                 forward, both, operators = measure(build())
         except ImportError as error:
             table.add_row(name, "", "", "", f"left out: {error}")

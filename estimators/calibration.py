@@ -23,7 +23,7 @@ from probes.profile import Profile
 from probes.tape import CONVOLUTION
 from probes.workload import FLOAT_PRECISIONS, LYCORIS, Workload
 
-FORMAT = 1
+FORMAT = 2
 WIDEST = 0.35
 """A wider band of the peak would say nothing; such a kind of job is called a rough guess instead."""
 WIDEST_LOG = 20.0
@@ -52,6 +52,7 @@ SEARCH: dict[str, tuple[float, float, float]] = {
     "hook_seconds": (2e-5, 1e-9, 2e-4),
     "copy_seconds": (5e-5, 1e-9, 1e-3),
     "exposed_copy_out": (0.3, 1e-3, 1.0),
+    "streamed_quantised_bytes_per_second": (6e9, 1e9, 6e10),
 }
 """Rate: what is expected of such hardware, smallest, largest."""
 FIXED = {"kernel_tail_seconds": (1e-9, 1e-3), "blend": (1.0, 100.0)}

@@ -53,6 +53,8 @@ class Rates:
     """Host time around one offloaded tensor: event, stream bookkeeping, pinned buffer, both ways."""
     exposed_copy_out: float
     """Share of device-to-host copies that computation does not hide although they have a stream of their own."""
+    streamed_quantised_bytes_per_second: float
+    """Rate at which quantised weights come from the host, which RamTorch cannot do beside the computation."""
     blend: float
     """Exponent of the norm that joins GPU and host time; large: a hard maximum."""
 
@@ -148,7 +150,9 @@ class Load:
     copies_out_overlap: bool
     trained_elements: int
     streamed: int
-    """Bytes of weights that every pass brings in from the host."""
+    """Bytes of weights that every pass brings in from the host beside the computation."""
+    streamed_quantised: int = 0
+    """Bytes of quantised weights that every pass waits for."""
     copy_groups: int = 1
     """Copies back come in so many groups."""
     copies_beside: bool = False
@@ -177,15 +181,15 @@ class Load:
             out = self.to_host / (device.device_to_host_bytes_per_second or link)
             back = self.from_host / up
             copies = back + out * (r.exposed_copy_out if self.copies_out_overlap else 1.0)
-        if self.streamed:
-            # every pass over the weights streams them in, one layer ahead of the computation
-            passes = 2 + (recompute / forward if forward else 0.0)
+        passes = 2 + (recompute / forward if forward else 0.0)  # over the weights
+        if self.streamed:  # one layer ahead of the computation
             gpu = max(gpu, passes * self.streamed / up)
         total = (gpu**r.blend + host**r.blend) ** (1 / r.blend)
         if self.copies_beside and copies:
             # waited for: the first group of backward, and what the link cannot move while forward and backward compute
             hidden = total * forward / gpu
             copies = max(0.0, out - hidden) + max(back - (total - hidden), back / self.copy_groups)
+        copies += passes * self.streamed_quantised / r.streamed_quantised_bytes_per_second
         swapped = self.swapped_in / up
         copies += max(swapped * self.waits, swapped - (1 - self.waits) * self.swapped_share * total)
         copies += self.swapped_out / (device.device_to_host_bytes_per_second or link)
@@ -266,7 +270,8 @@ class Clock:
             trained_elements=self.profile.trained_elements,
             copy_groups=memory.copy_groups,
             copies_beside=copies_beside,
-            streamed=self.profile.host_weight_bytes,
+            streamed=self.profile.host_weight_bytes - self.profile.host_quantized_bytes,
+            streamed_quantised=self.profile.host_quantized_bytes,
             swapped_out=memory.weights_to_host,
             swapped_in=memory.weights_from_host,
             waits=memory.waits,

@@ -40,6 +40,8 @@ class Profile:
     """Of the base model."""
     host_weight_bytes: int = 0
     """Weights that wait in host memory and pass through the device in every forward and backward."""
+    host_quantized_bytes: int = 0
+    """Of them, in a quantised form."""
     block_weights: Mapping[str, tuple[Weight, ...]] = field(default_factory=dict)
     """By block, its parameters and buffers; those that other modules have too are left out."""
     notes: tuple[str, ...] = ()

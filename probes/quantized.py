@@ -304,22 +304,26 @@ _PLAIN = QuantizedLinear(
 
 def _streamed(facts: QuantizedLinear) -> QuantizedLinear:
     """The same linear under RamTorch: its weight waits on the host and passes through a buffer in forward and in backward, and
-    its input is always kept, even though the weight is frozen (read from its source)."""
+    its input is always kept, even though the weight is frozen (read from its source). The trainer converts a base after it is
+    quantised, so the product is RamTorch's own, with the weight dequantised for it."""
+    dequantised = 0.0 if facts is _PLAIN else 2.0
     return dataclasses.replace(
         facts,
         weight_bytes=0.0,
+        copy_bytes=0.0,
         saves_input=True,
+        holds_input=False,
+        forward_transient_bytes=facts.weight_bytes + dequantised,
+        backward_transient_bytes=facts.weight_bytes + dequantised,
+        quantises_rows=False,
+        hadamard=False,
+        scales_input=False,
         casts_input=True,
         returns_input_dtype=False,
-        forward_transient_bytes=facts.forward_transient_bytes + facts.weight_bytes,
-        backward_transient_bytes=facts.backward_transient_bytes + facts.weight_bytes,
+        requantises_weight="no",
+        forward_launches=0,
+        backward_launches=0,
     )
-
-
-def _skips_streamed(precision: str) -> bool:
-    """Whether the trainer leaves linears that RamTorch manages unquantised (torchao's presets do; read from its source)."""
-    facts = table().get(precision)
-    return facts is not None and facts.package.startswith("torchao")
 
 
 def described_linears(model: nn.Module, workload: Workload) -> dict[str, QuantizedLinear]:
@@ -328,7 +332,7 @@ def described_linears(model: nn.Module, workload: Workload) -> dict[str, Quantiz
     found = {name: table()[workload.precision] for name in quantised}
     for name in streamed(model, workload):
         facts = found.pop(name, _PLAIN)
-        found[name] = _streamed(_PLAIN if _skips_streamed(workload.precision) else facts)
+        found[name] = _streamed(facts)
     return found
 
 
@@ -339,15 +343,18 @@ def streamed(model: nn.Module, workload: Workload) -> list[str]:
     return linears[: len(linears) * workload.streamed_percent // 100]
 
 
-def host_weight_bytes(model: nn.Module, workload: Workload) -> int:
-    """Weights that wait in host memory."""
-    quantised = set() if _skips_streamed(workload.precision) else quantized_names(model, workload.precision)
-    total = 0.0
+def host_weight_bytes(model: nn.Module, workload: Workload) -> tuple[int, int]:
+    """Weights that wait in host memory: bytes in all, and of quantised ones."""
+    names = quantized_names(model, workload.precision)
+    plain = quantised = 0.0
     for name in streamed(model, workload):
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        total += linear.weight.numel() * (table()[workload.precision] if name in quantised else _PLAIN).weight_bytes
-    return round(total)
+        if name in names:
+            quantised += linear.weight.numel() * table()[workload.precision].weight_bytes
+        else:
+            plain += linear.weight.numel() * _PLAIN.weight_bytes
+    return round(plain + quantised), round(quantised)
 
 
 def replace(model: nn.Module, workload: Workload) -> int:

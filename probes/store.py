@@ -30,7 +30,7 @@ from probes.structure import Block, Chain, Structure
 from probes.tape import NEVER, REDUCTION, Call, Tape
 from probes.workload import Workload
 
-FORMAT = 9
+FORMAT = 10
 """Raise when the meaning of a stored profile changes."""
 
 _ARRAYS = [
@@ -158,6 +158,7 @@ def to_bytes(profile: Profile) -> bytes:
         "input_bytes": profile.input_bytes,
         "parameters": profile.parameters,
         "host_weight_bytes": profile.host_weight_bytes,
+        "host_quantized_bytes": profile.host_quantized_bytes,
         "block_weights": dict(profile.block_weights),
         "notes": profile.notes,
         "measured": {k: dict(v) for k, v in profile.measured.items()},
@@ -237,6 +238,7 @@ def from_bytes(content: bytes) -> Profile:
             input_bytes=tuple(meta["input_bytes"]),
             parameters=meta["parameters"],
             host_weight_bytes=meta["host_weight_bytes"],
+            host_quantized_bytes=meta["host_quantized_bytes"],
             block_weights=_weights(meta["block_weights"]),
             notes=tuple(meta["notes"]),
             measured=meta["measured"],

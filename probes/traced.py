@@ -89,7 +89,7 @@ def trace(workload: Workload, target: Target, *, whole: bool = False, forward_on
     runs = [] if whole or forward_only or uneven_weights else thinning.find_runs(base, structure)
     attempts = _attempts(workload, target, runs)
     sizes, parameters = _base_sizes(base, workload)
-    on_host = quantized.host_weight_bytes(base, workload)
+    on_host, quantised_on_host = quantized.host_weight_bytes(base, workload)
     notes = stand_ins.notes(type(base))
     if (facts := quantized.table().get(workload.precision)) is not None:
         notes.append(
@@ -119,7 +119,12 @@ def trace(workload: Workload, target: Target, *, whole: bool = False, forward_on
                 base = build.build_base(workload)
             continue
         return dataclasses.replace(
-            found, base_sizes=sizes, parameters=parameters, host_weight_bytes=on_host, notes=(*notes, *found.notes)
+            found,
+            base_sizes=sizes,
+            parameters=parameters,
+            host_weight_bytes=on_host,
+            host_quantized_bytes=quantised_on_host,
+            notes=(*notes, *found.notes),
         )
     raise AssertionError("unreachable")
 

@@ -46,6 +46,7 @@ RATES = Rates(
     hook_seconds=1e-9,
     copy_seconds=1e-9,
     exposed_copy_out=0.25,
+    streamed_quantised_bytes_per_second=1e8,
     blend=64.0,
 )
 """The host costs almost nothing, so that the total is the GPU's time."""
@@ -186,6 +187,16 @@ def test_where_gpu_and_host_are_close_the_step_takes_a_little_more_than_either()
 # Recomputation -------------------------------------------------------------------------------------------------------
 
 THREE: list[Kernel] = [(GEMM, 1e12, 1.0), (GEMM, 2e12, 1.0), (GEMM, 4e12, 1.0)]
+
+
+def test_quantised_weights_from_the_host_are_waited_for_in_every_pass_and_others_are_not() -> None:
+    plain = step(profile(THREE))
+    found = replace(profile(THREE), host_weight_bytes=10**8, host_quantized_bytes=10**8)
+    assert step(found).total == pytest.approx(plain.total + 2 * 1.0)
+    again = step(found, memory(Span(((0, 40),), 39)))
+    assert again.total == pytest.approx(again.gpu + 3 * 1.0, rel=0.02)
+    beside = step(replace(found, host_quantized_bytes=0))
+    assert beside.copies == 0
 
 
 def test_a_recomputed_span_adds_its_kernels_once_more() -> None:

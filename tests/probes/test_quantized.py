@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from probes import quantized
 from probes.quantized import StandIn, table
@@ -75,12 +76,67 @@ def test_a_held_input_is_invisible_to_checkpoints() -> None:
     assert held.held is None
 
 
-def test_torchao_leaves_streamed_linears_alone() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(64, 64, device="meta")})
+@pytest.mark.parametrize(
+    ("precision", "rows", "result"),
+    [
+        ("int8-sdnq", 64, torch.float32),
+        ("int8-sdnq-hadamard", 64, torch.float32),
+        ("int8-sdnq-hadamard", 8, torch.bfloat16),
+        ("nf4", 64, torch.float32),
+        ("fp8-torchao", 64, torch.float32),
+        ("fp8wo-torchao", 64, torch.bfloat16),
+        ("int8-quanto", 64, torch.bfloat16),
+        ("fp8-cast", 64, torch.bfloat16),
+    ],
+)
+def test_behind_a_float32_norm_some_packages_stay_in_float32(precision: str, rows: int, result: torch.dtype) -> None:
+    """As the real modules do (`tests/probes/test_quantized_packages.py`)."""
+    with FakeTensorMode():  # the product of bf16 matrices with a float32 result exists on GPUs only
+        x = torch.empty(rows, WIDTH, requires_grad=True)
+        kept, out = saved_by(stand_in(precision), x)
+        assert out.dtype is result
+        inputs = [t for t in kept if t.shape == (rows, WIDTH)]
+        assert all(t.dtype is torch.float32 for t in inputs)
+        out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("precision", ["int8-sdnq-hadamard", "fp8-torchao"])
+def test_a_streamed_linear_multiplies_as_ramtorch_does_whatever_its_weights_are(precision: str) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH, device="meta")})
+    workload = from_request({"model": "flux", "weights_offload": "ramtorch", "precision": precision})
+    facts = quantized.described_linears(model, workload)["a"]
+    linear = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    kept, out = saved_by(StandIn(linear, facts), torch.randn(ROWS, WIDTH, requires_grad=True))
+    assert out.dtype is torch.bfloat16
+    assert [(tuple(t.shape), t.dtype) for t in kept] == [((ROWS, WIDTH), torch.bfloat16)]
+    stored = round(WIDTH * WIDTH * table()[precision].weight_bytes)
+    assert quantized.host_weight_bytes(model, workload) == (stored, stored)
     plain = from_request({"model": "flux", "weights_offload": "ramtorch"})
-    float8 = from_request({"model": "flux", "weights_offload": "ramtorch", "precision": "fp8-torchao"})
-    assert quantized.described_linears(model, float8) == quantized.described_linears(model, plain)
-    assert quantized.host_weight_bytes(model, float8) == 64 * 64 * 2
+    assert quantized.host_weight_bytes(model, plain) == (2 * WIDTH * WIDTH, 0)
+
+
+def test_names_that_sdnq_leaves_alone_are_names_and_not_patterns() -> None:
+    def linears(*names: str) -> dict[str, nn.Module]:
+        return {name: nn.Linear(256, 256, device="meta") for name in names}
+
+    class Some(nn.Module):
+        _skip_layerwise_casting_patterns = ("pos_embed", "norm")
+
+    def model(name: str) -> nn.Module:
+        found: nn.Module = type(name, (Some,), {})()
+        block = nn.ModuleDict({"norm1": nn.ModuleDict(linears("linear")), "norm": nn.ModuleDict(linears("linear"))})
+        block.update(linears("proj_out", "ff"))
+        found.blocks = nn.ModuleList([block])
+        found.proj_out = linears("x")["x"]
+        return found
+
+    inside = {f"blocks.0.{name}" for name in ("norm1.linear", "proj_out", "ff")}
+    assert quantized.quantized_names(model("SD3Transformer2DModel"), "int8-sdnq") == inside
+    assert quantized.quantized_names(model("ChromaTransformer2DModel"), "int8-sdnq") == inside | {
+        "blocks.0.norm.linear"
+    }
 
 
 def test_a_share_of_the_linears_is_streamed_from_the_models_beginning_on() -> None:
@@ -92,9 +148,8 @@ def test_a_share_of_the_linears_is_streamed_from_the_models_beginning_on() -> No
     stored = {name: facts.weight_bytes for name, facts in found.items()}
     assert stored["a"] == stored["b"] == 0
     assert all(stored[name] == quantized.table()["int8-quanto"].weight_bytes for name in "cdefgh")
-    assert quantized.host_weight_bytes(model, part) == round(
-        2 * 64 * 64 * quantized.table()["int8-quanto"].weight_bytes
-    )
+    stored_on_host = round(2 * 64 * 64 * quantized.table()["int8-quanto"].weight_bytes)
+    assert quantized.host_weight_bytes(model, part) == (stored_on_host, stored_on_host)
     assert not quantized.described_linears(model, from_request({"model": "flux"}))
 
 
