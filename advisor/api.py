@@ -20,6 +20,7 @@ from decision_rules.support import (
     job_check,
     job_semantics,
     smaller_weights,
+    training_mode_note,
     weights_note,
     weights_refused,
 )
@@ -425,8 +426,8 @@ class Session:
             )
         if device.note:
             notes.append(device.note)
-        if (not_run := weights_note(executor, workload)) is not None:
-            notes.append(not_run)
+        doubts = weights_note(executor, workload), training_mode_note(executor, workload)
+        notes += [text for text in doubts if text is not None]
         if estimator.swap is not None:
             notes += swapping.notes(estimator.swap, workload.swapped_blocks)
         if device.windows and (

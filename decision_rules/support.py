@@ -14,7 +14,7 @@ from estimators.schedule import Backend, IntervalForm, Offloading, Schedule, res
 from estimators.swapping import Swapping
 from probes import resources
 from probes.structure import Structure
-from probes.workload import FLOAT_PRECISIONS, Workload
+from probes.workload import FLOAT_PRECISIONS, LYCORIS, Workload
 
 
 class Executor(StrEnum):
@@ -166,6 +166,18 @@ def weights_note(executor: Executor, workload: Workload) -> str | None:
     return (
         f"--weights-offload {workload.weights_offload}: RamTorch is SimpleTuner's (--executor simpletuner plans for that trainer); "
         "advise run and advise verify keep the weights on the device, blocks:N is what they do"
+    )
+
+
+def training_mode_note(executor: Executor, workload: Workload) -> str | None:
+    """Where the trainer's checkpointing may do nothing. None: nothing is known that says so."""
+    if executor is not Executor.SIMPLETUNER or workload.adapter not in LYCORIS:
+        return None
+    if not trainer_support(workload.model, workload.variant).training_mode:
+        return None
+    return (
+        f"SimpleTuner checkpoints {workload.model} in training mode only; in the published LyCORIS runs of Sana, which has the same "
+        "condition, checkpointing changed neither peak nor time, so expect the peak of none until a run shows less"
     )
 
 

@@ -22,6 +22,7 @@ from decision_rules.support import (
     semantics,
     smaller_weights,
     trainer_support,
+    training_mode_note,
     weights_note,
     weights_refused,
 )
@@ -103,6 +104,14 @@ def test_ramtorch_is_the_trainers_and_a_plan_for_our_runtime_says_so() -> None:
     assert "blocks:N is what they do" in str(weights_note(Executor.BUNDLED, streamed))
     assert weights_note(Executor.SIMPLETUNER, streamed) is None
     assert weights_note(Executor.BUNDLED, from_request({"model": "sd3", "weights_offload": "blocks:3"})) is None
+
+
+def test_checkpointing_that_needs_training_mode_is_doubted_for_lycoris_in_the_trainer() -> None:
+    lokr = from_request({"model": "sana", "adapter": "lokr"})
+    assert "training mode only" in str(training_mode_note(Executor.SIMPLETUNER, lokr))
+    assert training_mode_note(Executor.BUNDLED, lokr) is None
+    assert training_mode_note(Executor.SIMPLETUNER, from_request({"model": "sana"})) is None
+    assert training_mode_note(Executor.SIMPLETUNER, from_request({"model": "pixart", "adapter": "lokr"})) is None
 
 
 @pytest.mark.parametrize(
