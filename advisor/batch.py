@@ -39,7 +39,7 @@ _TEXTS = (
     "os",
 )
 _FLAGS = ("fuse_qkv", "lokr_full_matrix", "cfg_batch", "dora", "rslora", "ema", "master_weights")
-_NUMBERS = ("vram", "headroom", "host_ram", "lokr_factor", "accumulate", "resident_gib")
+_NUMBERS = ("vram", "headroom", "host_ram", "accumulate", "resident_gib")
 
 
 class RequestError(ValueError):

@@ -270,7 +270,13 @@ MasterWeights = Annotated[
 ]
 LokrFactor = Annotated[
     str | None,
-    _option("--lokr-factor", panel=TRAINING, metavar="N", text="LoKr factor; only with --adapter lokr. Default: 16."),
+    _option(
+        "--lokr-factor",
+        panel=TRAINING,
+        metavar="N",
+        text="LoKr factor; only with --adapter lokr. 16, or 16,FeedForward=8 with others for module classes or ends of names (the "
+        "innermost module that is named decides; without a number first, 16 is it). Default: 16.",
+    ),
 ]
 LokrFullMatrix = Annotated[
     bool,

@@ -27,7 +27,6 @@ _TYPES: Mapping[str, Any] = {
     "caption_tokens": int,
     "alpha": float,
     "lora_dropout": float,
-    "lokr_factor": int,
     "lokr_full_matrix": lambda v: v in ("True", "1"),
     "fuse_qkv": lambda v: v in ("True", "1"),
     "lora_targets": json.loads,

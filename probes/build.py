@@ -186,10 +186,30 @@ def lokr_targets(model: nn.Module, workload: Workload) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) or workload.lora_targets
 
 
-def _lycoris(linear: nn.Linear, workload: Workload) -> nn.Module:
-    if workload.adapter == "loha":
-        return loha.LohaLinear(linear, workload.rank, workload.alpha / workload.rank)
-    return lokr.LokrLinear(linear, workload.rank, workload.lokr_factor, workload.lokr_full_matrix)
+def _inject_lycoris(model: nn.Module, workload: Workload) -> int:
+    default, factors = workload.lokr_factors
+    nearest = lokr.linears(model, tuple(factors))
+
+    def wrap(name: str, linear: nn.Linear) -> nn.Module:
+        if workload.adapter == "loha":
+            return loha.LohaLinear(linear, workload.rank, workload.alpha / workload.rank)
+        factor = factors[nearest[name]] if name in nearest else default
+        return lokr.LokrLinear(linear, workload.rank, factor, workload.lokr_full_matrix)
+
+    return lokr.inject(model, lokr_targets(model, workload), wrap)
+
+
+def unused_factors(model: nn.Module, workload: Workload) -> list[str]:
+    """A sentence for each module class or name of ``--lokr-factor`` that is nearest around no linear with a LoKr."""
+    _, factors = workload.lokr_factors
+    nearest = lokr.linears(model, tuple(factors))
+    targets = lokr_targets(model, workload)
+    used = {nearest[name] for name in lokr.linears(model, targets) if name in nearest}
+    return [
+        f"--lokr-factor {name}={factor} has no effect: {name} decides for none of the linears that get a LoKr (in {', '.join(targets)})"
+        for name, factor in factors.items()
+        if name not in used
+    ]
 
 
 def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = False) -> None:
@@ -206,7 +226,7 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
         return
     model.requires_grad_(False)
     if workload.adapter in LYCORIS:
-        if not lokr.inject(model, lokr_targets(model, workload), lambda linear: _lycoris(linear, workload)):
+        if not _inject_lycoris(model, workload):
             classes = sorted(
                 {type(m).__name__ for m in model.modules() if any(isinstance(c, nn.Linear) for c in m.children())}
             )

@@ -75,21 +75,30 @@ class LokrLinear(nn.Module):
         return result
 
 
-def inject(model: nn.Module, targets: Sequence[str], wrap: Callable[[nn.Linear], nn.Module]) -> int:
+def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, str]:
+    """Names of all linears inside modules whose class, or whose name's end, is one of `targets`; with the target that is nearest
+    around each: that of the innermost such module, the last in `targets` if several are."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():  # outer modules come before what is in them
+        kind = type(module).__name__
+        own = [t for t in targets if kind == t or name == t or name.endswith(f".{t}")]
+        if own:
+            inside = (n for n, m in module.named_modules() if isinstance(m, nn.Linear))
+            found |= {".".join(filter(None, (name, n))): own[-1] for n in inside}
+    return found
+
+
+def inject(model: nn.Module, targets: Sequence[str], wrap: Callable[[str, nn.Linear], nn.Module]) -> int:
     """Wraps every linear inside modules whose class, or whose name's end, is one of `targets`. Returns how many.
 
     Args:
-        wrap: gives a linear its adapter.
+        wrap: gives a linear, told by its name and itself, its adapter.
     """
-    chosen: list[str] = []
-    for name, module in model.named_modules():
-        own = type(module).__name__ in targets or any(name == t or name.endswith(f".{t}") for t in targets)
-        if own:
-            chosen += [f"{name}.{n}" if n else name for n, m in module.named_modules() if isinstance(m, nn.Linear)]
-    for name in dict.fromkeys(chosen):
+    chosen = linears(model, targets)
+    for name in chosen:
         parent, _, key = name.rpartition(".")
         owner = model.get_submodule(parent)
         linear = owner.get_submodule(key)
         assert isinstance(linear, nn.Linear)
-        setattr(owner, key, wrap(linear))
-    return len(dict.fromkeys(chosen))
+        setattr(owner, key, wrap(name, linear))
+    return len(chosen)

@@ -393,7 +393,7 @@ def _calls(workload: Workload, target: Target, way: traced.Way, thinned: bool) -
     with torch.device("meta"):
         model = build.build_base(workload)
     structure = discover(model, workload.family.regions)
-    kept = thinning.thin(model, thinning.find_runs(model, structure)) if thinned else {}
+    kept = thinning.thin(model, thinning.find_runs(model, structure, workload.module_names)) if thinned else {}
     fake = FakeTensorMode(allow_non_fake_inputs=True) if way == traced.FAKE else None
     known = stand_ins.KnownValues(traced.one_in(workload, model)) if way == traced.VALUES else None
     if way == traced.REAL:

@@ -38,6 +38,10 @@ class Run:
         """Blocks that the trace leaves out."""
         return self.last - self.first + 1 - KEPT
 
+    def is_told_apart_by(self, name: str) -> bool:
+        """Whether the end of a module's name says which block of the list it is in."""
+        return re.search(rf"(^|\.){re.escape(self.path.rpartition('.')[2])}\.[0-9]", name) is not None
+
     @property
     def kept(self) -> tuple[int, ...]:
         a, b = self.first, self.last
@@ -64,8 +68,12 @@ def signature(block: nn.Module, index: int) -> tuple[object, ...]:
     return tuple(parts)
 
 
-def find_runs(model: nn.Module, structure: Structure) -> list[Run]:
-    """Runs of more than `KEPT` + 1 identical, consecutive blocks."""
+def find_runs(model: nn.Module, structure: Structure, names: Sequence[str] = ()) -> list[Run]:
+    """Runs of more than `KEPT` + 1 identical, consecutive blocks.
+
+    Args:
+        names: ends of names of modules to which something will be done; a list of which one names a block has no run.
+    """
     runs = []
     for chain in structure.chains:
         blocks = model.get_submodule(chain.path)
@@ -78,7 +86,7 @@ def find_runs(model: nn.Module, structure: Structure) -> list[Run]:
                 if i - start > KEPT + 1:
                     runs.append(Run(chain.path, start, i - 1))
                 start = i
-    return runs
+    return [r for r in runs if not any(r.is_told_apart_by(n) for n in names)]
 
 
 def thin(model: nn.Module, runs: Sequence[Run]) -> dict[str, list[int]]:

@@ -86,7 +86,7 @@ def trace(workload: Workload, target: Target, *, whole: bool = False, forward_on
     if workload.compiles:
         structure = structure.without_regions()
     uneven_weights = 0 < workload.streamed_percent < 100
-    runs = [] if whole or forward_only or uneven_weights else thinning.find_runs(base, structure)
+    runs = [] if whole or forward_only or uneven_weights else thinning.find_runs(base, structure, workload.module_names)
     attempts = _attempts(workload, target, runs)
     sizes, parameters = _base_sizes(base, workload)
     on_host, quantised_on_host = quantized.host_weight_bytes(base, workload)
@@ -99,6 +99,8 @@ def trace(workload: Workload, target: Target, *, whole: bool = False, forward_on
         notes.append(
             f"{ADAPTER_NAMES[workload.adapter]} goes into {', '.join(targets)}: the model has no {' or '.join(workload.lora_targets)} class"
         )
+    if workload.adapter == "lokr":
+        notes += build.unused_factors(base, workload)
     if workload.adapter == "loha":
         notes.append(loha.NOTE)
     uneven = False

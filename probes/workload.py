@@ -69,6 +69,7 @@ EXECUTORS = ("bundled", "simpletuner", "diffusers")
 OPTIMIZERS = tuple(optimizer_facts.table())
 LOKR_TARGETS = ("Attention", "FeedForward")
 """Module classes that a LoKr or LoHa adapter goes into by default (the trainer's example presets)."""
+DEFAULT_FACTOR = 16
 FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
 """What --fuse-qkv makes of which projections of a self-attention."""
 REPLACED = {part: fused for fused, parts in FUSED.items() for part in parts}
@@ -119,7 +120,8 @@ class Workload:
     fuse_qkv: bool
     weights_offload: str
     compile: str
-    lokr_factor: int = 16
+    lokr_factor: int | str = DEFAULT_FACTOR
+    """One for all linears, or ``16,FeedForward=8``: see :attr:`lokr_factors`."""
     lokr_full_matrix: bool = False
     reduced: bool = False
     """The small copy of the model that a CPU run uses."""
@@ -173,6 +175,20 @@ class Workload:
     def samples(self) -> int:
         """Samples that go through the model together."""
         return self.batch * (2 if self.cfg_batch else 1)
+
+    @property
+    def lokr_factors(self) -> tuple[int, dict[str, int]]:
+        """The LoKr factor of linears, and those of linears inside modules of a class or with a name's end (as `lora_targets`
+        are found). The innermost such module decides, of its class and its name the one that comes later."""
+        if isinstance(self.lokr_factor, int):
+            return self.lokr_factor, {}
+        default, *named = self.lokr_factor.split(",")
+        return int(default), {name: int(n) for name, _, n in (part.partition("=") for part in named)}
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Module classes and ends of names that say where an adapter goes and how large it is."""
+        return (*self.lora_targets, *self.lokr_factors[1])
 
     @property
     def bucket(self) -> str:
@@ -293,9 +309,29 @@ def _number(option: str, value: Any, low: float, high: float) -> float:
     return float(value)
 
 
-def _lokr_factor(value: Any) -> int:
-    """-1: as even a split as possible."""
-    return -1 if value == -1 else _whole("lokr-factor", value, MAX_RANK)
+def _lokr_factor(value: Any) -> int | str:
+    """-1: as even a split as possible. Text: a number, numbers for module classes or names, or both; as `Workload.lokr_factor` writes it."""
+
+    def one(value: Any) -> int:
+        return -1 if value == -1 else _whole("lokr-factor", value, MAX_RANK)
+
+    if not isinstance(value, str):
+        return one(value)
+    default, named = DEFAULT_FACTOR, {}
+    for place, part in enumerate(value.split(",")):
+        match = re.fullmatch(r"\s*(?:([A-Za-z_][\w.]*)\s*=\s*)?(-?[0-9]{1,18})\s*", part, re.ASCII)
+        if match is None or (match[1] is None and place):
+            raise WorkloadError(
+                f"--lokr-factor {value!r} is not a factor; write 16, or 16,FeedForward=8 (a number first, then NAME=NUMBER for "
+                "module classes or ends of names)"
+            )
+        if match[1] is None:
+            default = one(int(match[2]))
+        elif match[1] in named:
+            raise WorkloadError(f"--lokr-factor {value!r} has {match[1]} twice")
+        else:
+            named[match[1]] = one(int(match[2]))
+    return ",".join([str(default), *(f"{name}={n}" for name, n in named.items())]) if named else default
 
 
 def _yes_no(option: str, value: Any) -> bool:
@@ -649,7 +685,7 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         compile=_choice("compile", get("compile", "none"), COMPILE),
         seconds=_seconds(get("seconds"), family),
         references=_references(get("references"), family, variant.name),
-        lokr_factor=_lokr_factor(get("lokr_factor", 16)),
+        lokr_factor=_lokr_factor(get("lokr_factor", DEFAULT_FACTOR)),
         lokr_full_matrix=_yes_no("lokr-full-matrix", get("lokr_full_matrix", False)),
         sheet_json=sheet_json,
         buckets=tuple(_bucket_name(*size, family) for size in buckets),

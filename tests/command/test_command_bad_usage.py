@@ -42,6 +42,7 @@ BAD = [
     ((*FLUX, "--lora-dropout", "1"), ("--lora-dropout", "0.999")),
     ((*FLUX, "--lora-targets", "to_q,,to_k"), ("--lora-targets", "empty name")),
     ((*FLUX, "--caption-tokens", "513"), ("--caption-tokens 513", "512")),
+    ((*FLUX, "--adapter", "lokr", "--lokr-factor", "4,8"), ("--lokr-factor '4,8'", "16,FeedForward=8")),
     ((*FLUX, "--adapter", "dora"), ("--adapter", "'dora'", "lora, lokr, loha, full")),
     ((*FLUX, "--precision", "bf17"), ("--precision", "'bf17'", "did you mean bf16", "nf4")),
     ((*FLUX, "--optimizer", "adamw-bf16"), ("--optimizer", "'adamw-bf16'", "did you mean adamw_bf16?")),

@@ -88,11 +88,13 @@ def test_other_keys_of_a_request_count(ask: Ask) -> None:
         {**GOOD, "gpu": None, "vram": 16, "headroom": 6},
         {**GOOD, "gpu": None, "vram": 16, "objective": "smallest", "executor": "diffusers", "host_ram": 8},
         {**GOOD, "lokr_factor": 4, "lokr_full_matrix": False},
+        {**GOOD, "adapter": "lokr", "lokr_factor": "4,FeedForward=8"},
     )
     assert status == 0
     assert answers[0]["recommended"] is None
     assert (answers[1]["objective"], answers[1]["executor"]) == ("smallest", "diffusers")
     assert "--lokr-factor has no effect with --adapter lora" in answers[2]["warnings"]
+    assert answers[3]["workload"]["lokr_factor"] == "4,FeedForward=8"
 
 
 REFUSED = [

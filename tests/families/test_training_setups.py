@@ -30,6 +30,7 @@ def _schedules(_: Profile) -> list[Schedule]:
         {"dora": True, "rslora": True, "lora_dropout": 0.0, "rank": 4},
         {"adapter": "loha", "rank": 4},
         {"adapter": "lokr", "lokr_factor": 4},
+        {"adapter": "lokr", "lokr_factor": "4,FeedForward=8,to_out=2"},
     ],
     ids=lambda r: "-".join(f"{k}={v}" for k, v in r.items()),
 )

@@ -356,6 +356,7 @@ def _key(target: str = TARGET, source: str = "traced", **changes: Any) -> str:
         {"lora_targets": ("to_q",)},
         {"lora_dropout": 0.0},
         {"adapter": "full"},
+        {"lokr_factor": "16,FeedForward=8"},
         {"precision": "fp32"},
         {"attention": "math"},
         {"reduced": True},

@@ -185,6 +185,13 @@ def test_an_attribute_that_merely_equals_the_index_does() -> None:
     assert find_runs(*_model(*(_Block(depth=i) for i in range(9)))) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "runs"), [("blocks.3.a", 0), ("blocks.3", 0), ("a", 1), ("3.a", 1), ("myblocks.3.a", 1)]
+)
+def test_a_name_that_tells_blocks_apart_leaves_no_run(name: str, runs: int) -> None:
+    assert len(find_runs(*_model(*(_Block() for _ in range(9))), (name,))) == runs
+
+
 def test_thinning_keeps_the_first_three_and_the_last_two_of_each_run_and_their_original_names() -> None:
     model, structure = _model(*(_Block() for _ in range(8)), *(_Block(scale=2.0) for _ in range(9)))
     runs = find_runs(model, structure)

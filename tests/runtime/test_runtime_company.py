@@ -141,7 +141,7 @@ def test_lokr_adapters(schedule: Schedule) -> None:
     model = SD3Transformer2DModel.from_config(case.model.config)
     model.requires_grad_(False)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
-    assert lokr.inject(model, targets, lambda base: lokr.LokrLinear(base, rank=2, factor=4, full_matrix=False)) > 8
+    assert lokr.inject(model, targets, lambda _, base: lokr.LokrLinear(base, rank=2, factor=4, full_matrix=False)) > 8
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
