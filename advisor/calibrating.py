@@ -15,7 +15,7 @@ from advisor.plan_files import workload_of
 from advisor.published import Answered, estimates, synthetic
 from decision_rules.support import Executor, semantics
 from estimators import fitting
-from estimators.calibration import Calibration, job_kind, own_file
+from estimators.calibration import Calibration, own_file
 from estimators.devices import DeviceError, find_gpu
 from estimators.estimate import Estimator, Semantics
 from estimators.fitting import Case
@@ -90,7 +90,7 @@ def case_of(answered: Answered) -> Case:
     return Case(
         family=row.family,
         gpu=e.device.name,
-        kind=job_kind(e.profile),
+        kind=e.kind,
         peak=answered.estimate.peak,
         measured_peak=row.peak_gib * 2**30 if row.peak_gib else None,
         work=e.clock.work(memory, copies_out_overlap=e.semantics.copies_out_overlap),
@@ -165,7 +165,7 @@ def receipt_case(path: Path, session: Session) -> Case:
     return Case(
         family=f"receipt {workload.model}",
         gpu=device.name,
-        kind=job_kind(profile),
+        kind=estimator.kind,
         peak=memory.peak,
         measured_peak=peak * 2**30 if peak else None,
         work=estimator.clock.work(memory),

@@ -20,7 +20,7 @@ from cpu_accuracy import compare, table
 
 from advisor.calibrating import case_of, synthetic_cases
 from advisor.published import Answered, by_family, estimates
-from estimators.calibration import Calibration, job_kind
+from estimators.calibration import Calibration
 from estimators.estimate import GIB
 from estimators.fitting import calibrate
 from probes import resources
@@ -113,8 +113,8 @@ def published() -> tuple[list[str], Calibration]:
     ]
     out.append("|---|---|---|---|---|---|")
     for family, members in by_family(answered):
-        for name in sorted({job_kind(a.estimator.profile) for a in members}):
-            peaks, times, _ = errors([a for a in members if job_kind(a.estimator.profile) == name])
+        for name in sorted({a.estimator.kind for a in members}):
+            peaks, times, _ = errors([a for a in members if a.estimator.kind == name])
             if peaks:
                 timed = f"{statistics.median(map(abs, times)):.0%}" if times else "-"
                 out.append(

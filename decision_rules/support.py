@@ -230,7 +230,10 @@ def semantics(executor: Executor, family: str, variant: str | None = None, *, sw
 
 def job_semantics(executor: Executor, workload: Workload) -> Semantics:
     """`semantics` for one job."""
-    return semantics(executor, workload.model, workload.variant, swapped=workload.swapped_blocks > 0)
+    return dataclasses.replace(
+        semantics(executor, workload.model, workload.variant, swapped=workload.swapped_blocks > 0),
+        compile_works=as_run(executor, workload).compile == workload.compile,
+    )
 
 
 def as_run(executor: Executor, workload: Workload) -> Workload:

@@ -6,6 +6,7 @@ makes another from published rows and receipts of one's own; it then takes the p
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -252,12 +253,17 @@ def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[-1]
 
 
-def job_kind(profile: Profile) -> str:
-    """The kind of job whose residuals make its band."""
+def job_kind(profile: Profile, *, compile_works: bool = True) -> str:
+    """The kind of job whose residuals make its band.
+
+    Args:
+        compile_works: asked-for compile takes effect; otherwise the job counts as eager.
+    """
     tape = profile.tape
     work = float(tape.op_flops.sum())
     convolutions = float(tape.op_flops[tape.op_kind == CONVOLUTION].sum())
-    return kind(profile.workload, convolutional=convolutions > CONVOLUTIONAL * work)
+    workload = profile.workload if compile_works else dataclasses.replace(profile.workload, compile="none")
+    return kind(workload, convolutional=convolutions > CONVOLUTIONAL * work)
 
 
 def kind(workload: Workload, *, convolutional: bool) -> str:

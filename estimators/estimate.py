@@ -39,6 +39,8 @@ class Semantics:
     copies_out_overlap: bool = False
     """Device-to-host copies run on a stream of their own."""
     swapping: Swapping = Swapping.BUNDLED
+    compile_works: bool = True
+    """Regional compile takes effect where it is asked for."""
 
     def resolve(self, schedule: Schedule, profile: Profile) -> Resolution:
         return resolve(
@@ -174,7 +176,7 @@ class Estimator:
         self.profile, self.device, self.semantics = profile, device, semantics
         self.headroom, self.host_ram = headroom, host_ram
         self.on_cpu = device.kind is DeviceKind.CPU
-        self.kind = job_kind(profile)
+        self.kind = job_kind(profile, compile_works=semantics.compile_works)
         self.card = calibration.card(device.name)
         self.bands = bands or self._bands()
         self._residual = calibration.current()[0].time_residual if clock is None and not self.on_cpu else ()

@@ -19,6 +19,7 @@ from decision_rules.support import (
     as_run,
     candidates,
     check,
+    job_semantics,
     semantics,
     smaller_weights,
     trainer_support,
@@ -475,6 +476,13 @@ def test_whole_compiled_blocks_are_checkpointed_by_the_bundled_runtime() -> None
     assert NONE in found
     assert {s.backend for s in found} == {Backend.NONE, Backend.TORCH, Backend.UNSLOTH}
     assert not any(s.offload_attention for s in found)
+
+
+def test_compile_works_where_the_executor_does_it() -> None:
+    compiled = from_request({"model": "krea2", "compile": "regional"})
+    assert job_semantics(Executor.BUNDLED, compiled).compile_works
+    assert not job_semantics(Executor.SIMPLETUNER, compiled).compile_works
+    assert job_semantics(Executor.SIMPLETUNER, from_request({"model": "krea2"})).compile_works
 
 
 def test_in_simpletuner_compile_takes_checkpointing_away_and_leaves_attention_offload() -> None:
