@@ -89,6 +89,13 @@ def find_runs(model: nn.Module, structure: Structure, names: Sequence[str] = ())
     return [r for r in runs if not any(r.is_told_apart_by(n) for n in names)]
 
 
+def later(runs: Sequence[Run]) -> list[Run]:
+    """The runs from their second block on, for where only the first is unlike the others: it may get its input in another dtype.
+    Empty where one is too short for that."""
+    found = [dataclasses.replace(r, first=r.first + 1) for r in runs]
+    return found if all(r.extras > 0 for r in found) else []
+
+
 def thin(model: nn.Module, runs: Sequence[Run]) -> dict[str, list[int]]:
     """Drops the blocks that the trace leaves out. Returns, by list path, the original index of every block that stays."""
     kept: dict[str, list[int]] = {}

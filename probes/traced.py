@@ -103,20 +103,24 @@ def trace(workload: Workload, target: Target, *, whole: bool = False, forward_on
         notes += build.unused_factors(base, workload)
     if workload.adapter == "loha":
         notes.append(loha.NOTE)
-    uneven = False
-    for chosen, way in attempts:
-        if uneven and chosen:
-            continue
+    later = thinning.later(runs)
+    while attempts:
+        chosen, way = attempts.pop(0)
         try:
             found = _trace(workload, target, base, structure, chosen, *way, forward_only=forward_only)
         except (WorkloadError, MemoryError):
             raise
         except Exception as error:
-            uneven = uneven or isinstance(error, thinning.UnevenError)
-            if (chosen, way) == attempts[-1]:
-                raise TraceError(f"{workload.model} could not be traced: {type(error).__name__}: {error}") from error
             part = "five blocks of each run" if chosen else "every block"
-            notes.append(f"tracing {part} on {way.text} failed ({type(error).__name__}: {error})")
+            if isinstance(error, thinning.UnevenError):
+                attempts = [a for a in attempts if a[0] is not chosen]
+                if chosen is runs and later:
+                    attempts.insert(0, (later, way))
+                    part = ""
+            if not attempts:
+                raise TraceError(f"{workload.model} could not be traced: {type(error).__name__}: {error}") from error
+            if part:
+                notes.append(f"tracing {part} on {way.text} failed ({type(error).__name__}: {error})")
             with torch.device("meta"):
                 base = build.build_base(workload)
             continue
