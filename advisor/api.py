@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from advisor.phases import Phase, asked_phases
 from decision_rules.ladder import Choice, Objective, choose
 from decision_rules.optimum import optimum
 from decision_rules.support import (
@@ -30,8 +31,10 @@ from estimators.estimate import GIB, Estimate, Estimator, usable_reserved
 from estimators.memory import Replay
 from estimators.schedule import Schedule
 from probes import outside, store
+from probes.companions import Run
 from probes.profile import FORWARD, Profile
 from probes.structure import Structure
+from probes.target import Target
 from probes.workload import (
     MOST_BLOCKS,
     REQUEST_KEYS,
@@ -61,40 +64,6 @@ class BucketPeak:
     peak: int
     """Allocated bytes."""
     fits: bool
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What a phase beside the training step needs. Bytes."""
-
-    name: str
-    what: str
-    """Its shape, for people."""
-    estimate: Estimate
-
-    @property
-    def text(self) -> str:
-        """For people."""
-        e = self.estimate
-        parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in e.breakdown.items() if value)
-        return (
-            f"{self.name}: {self.what}: peak {e.peak / GIB:.2f} GiB allocated, {e.device / GIB:.2f} GiB on the device, "
-            f"{'fits' if e.fits else 'does NOT fit'} ({parts})"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        entry = self.estimate.to_json()
-        kept = (
-            "peak_gib",
-            "peak_gib_low",
-            "peak_gib_high",
-            "reserved_gib",
-            "device_gib",
-            "host_gib",
-            "fits",
-            "breakdown",
-        )
-        return {"name": self.name, "what": self.what, **{k: entry[k] for k in kept}}
 
 
 @dataclass(frozen=True)
@@ -163,8 +132,28 @@ class Plan:
             "warnings": list(self.warnings),
             "versions": dict(self.versions),
             **self._buckets_json(),
-            **({"phases": [p.to_json() for p in self.phases]} if self.phases else {}),
+            **self._phases_json(),
         }
+
+    @property
+    def largest_phase(self) -> str | None:
+        """Which of the phases has the largest peak, the recommended training step (``training``; the smallest one where nothing
+        fits) among them. None: no phase was asked about."""
+        step = self.recommended or min((e for e in self.schedules if e.supported), key=lambda e: e.peak, default=None)
+        if not self.phases or step is None:
+            return None
+        peaks = {"training": step.peak, **{p.name: p.estimate.peak for p in self.phases}}
+        return max(peaks, key=lambda name: peaks[name])
+
+    def _phases_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.phases:
+            found = {"phases": [p.to_json() for p in self.phases], "largest_phase": self.largest_phase}
+        if kept := self.workload.kept_companions:
+            found["kept"] = [
+                {"kind": c.kind, "name": c.name, "gib": round(size / GIB, 4), "source": c.source} for c, size in kept
+            ]
+        return found
 
     def _buckets_json(self) -> dict[str, Any]:
         if not self.buckets:
@@ -200,6 +189,12 @@ def device_for(
     return detect() if detect is not None else None
 
 
+def target_of(workload: Workload, device: Device) -> Target:
+    """The kind of device that a trace is made for."""
+    capability = device.capability or (8, 0)
+    return Target("cpu") if device.kind is DeviceKind.CPU else Target("cuda", capability, workload.attention)
+
+
 def profile_for(
     workload: Workload,
     device: Device,
@@ -219,10 +214,7 @@ def profile_for(
     Raises:
         TraceError, WorkloadError: the model cannot be traced as asked.
     """
-    from probes.target import Target
-
-    capability = device.capability or (8, 0)
-    target = Target("cpu") if device.kind is DeviceKind.CPU else Target("cuda", capability, workload.attention)
+    target = target_of(workload, device)
 
     def build() -> Profile:
         with progress(), contextlib.redirect_stdout(sys.stderr):  # a model of the user's own may print
@@ -248,6 +240,7 @@ class Session:
     def __post_init__(self) -> None:
         self._profiles: dict[tuple[Any, ...], tuple[Profile, tuple[str, ...]]] = {}
         self._replays: dict[tuple[Any, ...], Replay] = {}
+        self._companions: dict[tuple[Run, str], tuple[Profile, tuple[str, ...]]] = {}
 
     def profile(
         self, workload: Workload, device: Device, executor: Executor, *, forward_only: bool = False
@@ -434,7 +427,8 @@ class Session:
             closest := choice.chosen or min(estimates, key=lambda e: (not e.supported, e.peak), default=None)
         ):
             notes += _windows_notes(closest, estimator.capacity)
-        phases = self._phases(workload, device, executor, headroom)
+        phases, about = asked_phases(self, workload, device, executor, headroom)
+        notes += about
         notes += [f"{p.name} does not fit: {p.text}" for p in phases if not p.estimate.fits]
         return Plan(
             phases=phases,
@@ -450,20 +444,37 @@ class Session:
             versions=profile.versions,
         )
 
-    def _phases(self, workload: Workload, device: Device, executor: Executor, headroom: int) -> tuple[Phase, ...]:
-        """The phases that were asked about."""
-        asked = workload.validating
-        if asked is None:
-            return ()
-        asked = as_run(executor, asked)
-        key, profile, _ = self.profile(asked, device, executor, forward_only=True)
-        estimator = Estimator(
-            profile, device, job_semantics(executor, workload), headroom=headroom, replay=self._replays.get(key)
-        )
-        self._replays[key] = estimator.replay
-        samples = "1 sample" if asked.batch == 1 else f"{asked.batch} samples together"
-        what = f"one forward pass of the model without gradients, {samples} of {asked.bucket}; VAE and text encoder not in it"
-        return (Phase("validation", what, estimator.estimate(Schedule())),)
+    def replay(self, key: tuple[Any, ...]) -> Replay | None:
+        """An earlier estimator's replay of a trace."""
+        return self._replays.get(key)
+
+    def keep_replay(self, key: tuple[Any, ...], replay: Replay) -> None:
+        """For the next estimator of that trace."""
+        self._replays[key] = replay
+
+    def companion(self, run: Run, workload: Workload, device: Device) -> tuple[Profile, tuple[str, ...]]:
+        """(profile of one call of a VAE or text encoder, warnings about it), once for all jobs that share it.
+
+        Raises:
+            TraceError, WorkloadError: it cannot be traced as asked.
+        """
+        target = target_of(workload, device)
+        key = (run, target.key())
+        if key not in self._companions:
+
+            def build() -> Profile:
+                with self.progress(), contextlib.redirect_stdout(sys.stderr):
+                    from probes.companion_traces import trace
+
+                    return trace(run, target, workload)
+
+            warnings: list[str] = []
+            name = store.companion_key(run, target.key())
+            profile = store.get_named(name, workload, build, warnings.append, refresh=self.refresh)
+            if len(self._companions) >= 64:
+                self._companions.pop(next(iter(self._companions)))
+            self._companions[key] = profile, tuple(warnings)
+        return self._companions[key]
 
     def _swap_advice(
         self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None

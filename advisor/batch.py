@@ -36,10 +36,30 @@ _TEXTS = (
     "executor",
     "objective",
     "text_padding",
+    "vae_precision",
     "os",
 )
-_FLAGS = ("fuse_qkv", "lokr_full_matrix", "cfg_batch", "dora", "rslora", "ema", "master_weights")
-_NUMBERS = ("vram", "headroom", "host_ram", "accumulate", "resident_gib")
+_FLAGS = (
+    "fuse_qkv",
+    "lokr_full_matrix",
+    "cfg_batch",
+    "dora",
+    "rslora",
+    "ema",
+    "master_weights",
+    "caching",
+    "vae_tiling",
+    "vae_slicing",
+)
+_NUMBERS = (
+    "vram",
+    "headroom",
+    "host_ram",
+    "accumulate",
+    "resident_gib",
+    "caching_batch",
+    "caching_text_batch",
+)
 
 
 class RequestError(ValueError):

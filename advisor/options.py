@@ -39,7 +39,7 @@ MAX_GIB = 65536.0
 
 NUMBERS = (
     "frames", "seconds", "references", "batch", "caption_tokens", "rank", "alpha", "lora_dropout", "lokr_factor", "accumulate",
-    "aspect_buckets", "bucket_step", "resident_gib", "validation_frames", "validation_samples",
+    "aspect_buckets", "bucket_step", "resident_gib", "validation_frames", "validation_samples", "caching_batch", "caching_text_batch",
 )  # fmt: skip
 """The request's keys whose values are numbers."""
 
@@ -418,6 +418,66 @@ ValidationSamples = Annotated[
         text="Samples that go through the model together then. Default: 2 (with and without the prompt).",
     ),
 ]
+KeepResident = Annotated[
+    str | None,
+    _option(
+        "--keep-resident",
+        panel=DEVICE,
+        metavar="LIST",
+        text="text-encoder, vae or both with a comma: their weights stay on the card and count in every peak. Default: neither.",
+    ),
+]
+Caching = Annotated[
+    bool,
+    _option(
+        "--caching",
+        panel=DEVICE,
+        metavar=None,
+        text="Also predict the peaks of caching: the VAE's encode and the text encoders, before the model is loaded. Default: off.",
+    ),
+]
+CachingBatch = Annotated[
+    str | None,
+    _option(
+        "--caching-batch",
+        panel=DEVICE,
+        metavar="N",
+        text="Pictures or videos that the VAE encodes together then. Default: 1; give your trainer's.",
+    ),
+]
+CachingTextBatch = Annotated[
+    str | None,
+    _option(
+        "--caching-text-batch",
+        panel=DEVICE,
+        metavar="N",
+        text="Captions that a text encoder takes together then. Default: 1; give your trainer's.",
+    ),
+]
+VaePrecision = Annotated[
+    str | None,
+    _option(
+        "--vae-precision",
+        panel=DEVICE,
+        metavar="NAME",
+        text="bf16 or fp32: the VAE's weights and pictures. Default: bf16; give your trainer's.",
+    ),
+]
+VaeTiling = Annotated[
+    bool,
+    _option(
+        "--vae-tiling", panel=DEVICE, metavar=None, text="The VAE works tile by tile (enable_tiling). Default: off."
+    ),
+]
+VaeSlicing = Annotated[
+    bool,
+    _option(
+        "--vae-slicing",
+        panel=DEVICE,
+        metavar=None,
+        text="The VAE takes the samples of a batch one by one (enable_slicing). Default: off.",
+    ),
+]
 OsName = Annotated[
     str | None,
     _option(
@@ -496,6 +556,13 @@ ROOM: dict[str, Any] = {
     "validation_resolution": ValidationResolution,
     "validation_frames": ValidationFrames,
     "validation_samples": ValidationSamples,
+    "keep_resident": KeepResident,
+    "caching": Caching,
+    "caching_batch": CachingBatch,
+    "caching_text_batch": CachingTextBatch,
+    "vae_precision": VaePrecision,
+    "vae_tiling": VaeTiling,
+    "vae_slicing": VaeSlicing,
     "os_name": OsName,
 }
 """The memory that there is and what else is in it, besides --gpu."""
@@ -537,6 +604,8 @@ def request(params: Mapping[str, Any]) -> dict[str, Any]:
                 f"--lora-targets {text!r} has an empty name; write names with commas between, such as to_q,to_k"
             )
         given["lora_targets"] = targets
+    if (text := given.get("keep_resident")) is not None:
+        given["keep_resident"] = [part.strip() for part in text.split(",")]
     return {k: number(v) if k in NUMBERS else v for k, v in given.items()}
 
 

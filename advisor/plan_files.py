@@ -258,6 +258,8 @@ def _workload(stored: _Reader) -> Workload:
     given["buckets"] = stored.value("buckets") or None
     if given.get("validation_resolution") == "":  # not asked about; what the other two say is compared below
         given = {k: v for k, v in given.items() if not k.startswith("validation_")}
+    if given.get("caching") is False:
+        given = {k: v for k, v in given.items() if not k.startswith("caching_")}
     sheet = stored.object("sheet").content if "sheet" in stored.content else None
     if sheet is None and outside.is_outside(given):
         raise PlanError(

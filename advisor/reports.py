@@ -255,8 +255,7 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True, near: Nearest 
                     "SimpleTuner's block swap keeps blocks on the card in backward and needs more memory than this plan; "
                     "--executor simpletuner plans for it."
                 )
-    for phase in plan.phases:
-        console.print(f"Beside the training step, {phase.text}.")
+    _draw_phases(plan, console)
     console.print()
     _print_table(schedule_table(plan), console)
     shown = best or min((e for e in plan.schedules if e.supported), key=lambda e: e.peak, default=None)
@@ -264,6 +263,14 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True, near: Nearest 
         console.print()
         console.print(breakdown_text(shown))
     _draw_notes(plan, console)
+
+
+def _draw_phases(plan: Plan, console: Console) -> None:
+    for phase in plan.phases:
+        console.print(f"Beside the training step, {phase.text}.")
+    if (largest := plan.largest_phase) is not None:
+        what = "the training step" if largest == "training" else largest
+        console.print(f"The largest of these peaks is that of {what}.")
 
 
 def nearest_lines(near: Nearest | None) -> list[str]:
@@ -859,8 +866,7 @@ def draw_largest(found: Largest, console: Console) -> None:
         console.print(f"More was not tried: {found.limit}.")
     if fit_word(e) == "tight":
         console.print(f"It is a tight fit, {e.fit_probability:.0%} likely. --headroom keeps memory free.")
-    for phase in found.best.plan.phases:
-        console.print(f"Beside the training step, {phase.text}.")
+    _draw_phases(found.best.plan, console)
     _draw_warnings(found.best.plan, console)
 
 

@@ -225,7 +225,9 @@ def verify(
         )
         planned = dataclasses.replace(planned, weights_offload="none")
     if use_cuda:
-        workload = dataclasses.replace(planned, config_json=config or "", resident_gib=0.0)  # nothing else is loaded
+        workload = dataclasses.replace(
+            planned, config_json=config or "", resident_gib=0.0, keep_resident=()
+        )  # nothing else is loaded
         found = _verify_cuda(workload, plan.schedule, steps, pretrained, say)
     else:
         workload = dataclasses.replace(reduced_copy(planned), config_json=config or "")

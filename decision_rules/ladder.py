@@ -177,7 +177,7 @@ _KNOBS = {
     "transient": "a smaller batch, resolution or number of frames",
     "inputs": "a smaller batch",
     "workspace": "a card with more memory",
-    "kept": "keeping less beside the model (--resident-gib)",
+    "kept": "keeping less beside the model (--keep-resident, --resident-gib)",
 }
 
 

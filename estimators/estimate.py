@@ -158,6 +158,7 @@ class Estimator:
         host_ram: bytes that offloading may use on the host; None: not checked.
         reserved_cache: results of earlier allocator simulations (`usable_reserved`), read and added to.
         replay: of another estimator for the same tape and kind of device, whose simulations are then used again.
+        kept: bytes that stay on the device beside what the profile knows; None: those that its workload says.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class Estimator:
         clock: Clock | None = None,
         reserved_cache: dict[str, Any] | None = None,
         replay: Replay | None = None,
+        kept: int | None = None,
     ) -> None:
         self.profile, self.device, self.semantics = profile, device, semantics
         self.headroom, self.host_ram = headroom, host_ram
@@ -184,6 +186,7 @@ class Estimator:
         self.replay = replay or Replay(profile, self.counted)
         self.clock = clock or Clock(profile, device)
         self.swap = self._swap()
+        self.kept = profile.workload.kept_bytes if kept is None else kept
         self.resident = self._resident()
         self.reserved_cache = reserved_cache if reserved_cache is not None else {}
 
@@ -202,7 +205,7 @@ class Estimator:
         return Swap(blocks, self.semantics.swapping) if blocks else None
 
     @property
-    def _weights(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def weights(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(bytes, how many) of the frozen and of the trained tensors that are on the device during the whole step. On a CPU those that
         wait on the host are, too."""
         p = self.profile
@@ -224,7 +227,7 @@ class Estimator:
             counted = self.counted(np.array([s for s, _ in sizes], np.int64))
             return int((counted * np.array([n for _, n in sizes])).sum())
 
-        frozen, trained = self._weights
+        frozen, trained = self.weights
         is_full = p.workload.adapter == "full"
         optimizer = p.workload.optimizer
         return Resident(
@@ -240,7 +243,7 @@ class Estimator:
             else optimizers.step_transient(optimizer, p.trained_shapes, on_cpu=self.on_cpu),
             device_is_host=self.on_cpu,
             gradients_held=p.workload.accumulate > 1,
-            kept=self.counted(np.array([round(p.workload.resident_gib * GIB)], np.int64)).item(),
+            kept=self.counted(np.array([self.kept], np.int64)).item(),
             swap=self.swap,
         )
 
@@ -304,7 +307,7 @@ class Estimator:
                 f"a rough guess: some published rows of this kind of job ({self.kind}) lie outside any useful band"
             )
         paged = optimizers.paged_bytes(self.profile.workload.optimizer, self.profile.trained_shapes)
-        host = memory.host_peak + self.profile.host_weight_bytes + paged + self._swapped_host_bytes()
+        host = memory.host_peak + self.profile.host_weight_bytes + paged + self.swapped_host_bytes()
         if fits and self.host_ram is not None and host > self.host_ram:
             fits, probability = False, 0.0
             all_notes.append(f"needs {host / GIB:.1f} GiB of host memory, {self.host_ram / GIB:.1f} GiB given")
@@ -326,7 +329,7 @@ class Estimator:
             notes=tuple(dict.fromkeys(all_notes)),
         )
 
-    def _swapped_host_bytes(self) -> int:
+    def swapped_host_bytes(self) -> int:
         """What waits on the host. A trainer's copies out are new memory each time, one block's at a time."""
         return 0 if self.swap is None else sum(size for size, _ in moved_weights(self.profile, self.swap))
 
@@ -388,7 +391,7 @@ class Estimator:
         """(reserved peak, out of memory) of one step of the caching allocator, weights and states allocated first."""
         p = self.profile
         sizes: list[int] = []
-        for size, count in itertools.chain(*self._weights):
+        for size, count in itertools.chain(*self.weights):
             sizes += [size] * count
         for size, count in [*optimizers.state_sizes(p.workload.optimizer, p.trained_shapes), *self._averages]:
             sizes += [size] * count

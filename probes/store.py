@@ -25,6 +25,7 @@ import numpy as np
 import platformdirs
 
 from probes import resources
+from probes.companions import Run
 from probes.profile import BUFFER, DESCRIBED, FROZEN, TRAINED, Profile, Weight
 from probes.structure import Block, Chain, Structure
 from probes.tape import NEVER, REDUCTION, Call, Tape
@@ -99,6 +100,19 @@ def key(workload: Workload, target: str, source: str) -> str:
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     name = re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII).lstrip(".")
     return f"{name[:80]}-{digest[:24]}"
+
+
+def companion_key(run: Run, target: str) -> str:
+    """Name of the profile of a VAE's or text encoder's call; nothing of the denoiser enters."""
+    parts = {
+        "format": FORMAT,
+        "run": dataclasses.asdict(run),
+        "target": target,
+        "versions": {**versions(), "transformers": importlib.metadata.version("transformers")},
+        "code": code_digest(),
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return f"{run.companion.name}-{digest[:24]}"
 
 
 MOST_BYTES = 1 << 30
@@ -193,7 +207,7 @@ def from_bytes(content: bytes) -> Profile:
         if meta["format"] != FORMAT:
             raise ValueError(f"profile format {meta['format']}, this version reads {FORMAT}")
         workload = dict(meta["workload"])
-        for name in ("lora_targets", "buckets"):
+        for name in ("lora_targets", "buckets", "keep_resident"):
             workload[name] = tuple(workload[name])
         length, backward, optimizer = meta["bounds"]
         calls = {n: tuple(Call(c[0], c[1], *map(tuple, c[2:])) for c in made) for n, made in meta["calls"].items()}
@@ -334,7 +348,14 @@ def get(
         warn: told when a stored file is unreadable or cannot be written; the answer is given all the same.
         refresh: build a new one in any case.
     """
-    path = cache_folder() / f"{key(workload, target, source)}.npz"
+    return get_named(key(workload, target, source), workload, build, warn, refresh=refresh)
+
+
+def get_named(
+    name: str, workload: Workload, build: Callable[[], Profile], warn: Callable[[str], None], *, refresh: bool = False
+) -> Profile:
+    """`get` for a profile whose name is known."""
+    path = cache_folder() / f"{name}.npz"
     if not refresh and path.exists():
         try:
             stored = from_bytes(read_file(path))

@@ -223,14 +223,40 @@ def _round(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def cpu_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> int:
-    """Bytes that PyTorch's attention kernels for the CPU allocate and free inside (ATen's FlashAttentionKernel.cpp).
+def _cpu_convolution(args: tuple[Any, ...], output: torch.Tensor) -> int:
+    """Bytes that a convolution on the CPU allocates and frees inside, as seen in the profiler's events.
 
-    They work on tiles of 32, 64 or 256 queries by up to 512 keys. Forward: for each thread a tile of scores, two rows of statistics
+    ATen's own kernels (ConvolutionMM2d.cpp, ConvolutionMM3d.cpp) unfold the input into columns, a copy for each position of the kernel; for a
+    kernel of one position the input itself serves, made contiguous. oneDNN reorders input and weight into blocks of channels (an input of 3
+    channels is taken as it is) and the result back; a channels-last input stays.
+    """
+    x, weight, stride, padding = args[0], args[1], args[3], args[4]
+    backend = torch._C._select_conv_backend(*args[:9], None)
+    kinds = torch._C._ConvBackend
+    if backend in (kinds.Slow2d, kinds.Slow3d):
+        positions = math.prod(weight.shape[2:])
+        if positions == 1 and set(stride) == {1} and set(padding) == {0}:
+            return 0 if x.is_contiguous() else x.numel() * x.element_size()
+        return int(x.shape[0] * x.shape[1] * positions * math.prod(output.shape[2:]) * x.element_size())
+    if backend == kinds.Mkldnn:
+        blocked = weight.numel() * weight.element_size()
+        if not x.is_contiguous():
+            return 2 * blocked
+        blocked += x.numel() * x.element_size() if x.shape[1] > 3 else 0
+        return max(blocked, output.numel() * output.element_size())
+    return 0
+
+
+def cpu_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> int:
+    """Bytes that PyTorch's convolution and attention kernels for the CPU allocate and free inside.
+
+    Attention (ATen's FlashAttentionKernel.cpp) works on tiles of 32, 64 or 256 queries by up to 512 keys. Forward: for each thread a tile of scores, two rows of statistics
     and the tile's output. Backward: for each thread two tiles, one row of sums, and a contiguous copy of the output's gradient where
     its layout differs from the inputs'. Tiles of half precision are also copied to that precision.
     """
     name = func._schema.name
+    if func is aten.convolution.default:
+        return _cpu_convolution(args, outputs)
     if "flash_attention_for_cpu" not in name:
         return 0
     backward = name.endswith("_backward")
@@ -252,9 +278,14 @@ def cuda_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 
     Flash attention's backward (flash_api.cpp, mha_bwd): a float32 accumulator of dq and the row sums, both padded to 128
     rows; the head size is padded to 32. Efficient attention's backward (attention_backward.cu): the row sums ``delta`` and,
-    where its tiles do not fit the query in one pass, a float32 accumulator of dq.
+    where its tiles do not fit the query in one pass, a float32 accumulator of dq. Its forward (kernel_forward.h): values of more than
+    128 per head do not fit registers, and half-precision ones then need a float32 accumulator of the output.
     """
     name = func._schema.name
+    if name.endswith("dot_product_efficient_attention"):
+        value = args[2]
+        wide = value.shape[-1] > 128 and value.element_size() == 2
+        return 4 * args[0].shape[:-1].numel() * int(value.shape[-1]) if wide else 0
     if not name.endswith("attention_backward"):
         return 0
     q = args[1]

@@ -301,7 +301,14 @@ def meta_autocast() -> Iterator[None]:
 
 
 def placeholders(model: nn.Module, fake: FakeTensorMode | None, workload: Workload) -> None:
-    """Replaces every parameter and buffer by a meta (or fake CPU) tensor of the dtype that it has in training.
+    """Replaces every parameter and buffer by a meta (or fake CPU) tensor of the dtype that it has in training."""
+    replace_tensors(model, fake, lambda name, t: build.parameter_dtype(model, name, t, workload, torch.float32))
+
+
+def replace_tensors(
+    model: nn.Module, fake: FakeTensorMode | None, dtype_of: Callable[[str, torch.Tensor], torch.dtype]
+) -> None:
+    """Replaces every parameter and buffer by a meta (or fake CPU) tensor.
 
     So are tables that a module keeps as plain attributes: a run has them on its device, as a meta or CPU trace must have.
     """
@@ -313,8 +320,7 @@ def placeholders(model: nn.Module, fake: FakeTensorMode | None, workload: Worklo
                     continue
                 if id(t) not in done:
                     name = f"{prefix}.{key}" if prefix else key
-                    dtype = build.parameter_dtype(model, name, t, workload, torch.float32)
-                    data: torch.Tensor = torch.empty(t.shape, dtype=dtype, device="meta")
+                    data: torch.Tensor = torch.empty(t.shape, dtype=dtype_of(name, t), device="meta")
                     if fake is not None:
                         data = FakeTensor(fake, data, device=torch.device("cpu"))
                     if isinstance(t, nn.Parameter):

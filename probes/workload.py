@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from probes import catalogue, optimizer_facts
+from probes import companions as beside
 
 
 class WorkloadError(ValueError):
@@ -90,6 +91,17 @@ TEXT_PADDING = ("auto", "max_length", "longest")
 
 
 _NO_VALIDATION: dict[str, Any] = {"validation_resolution": "", "validation_frames": 0, "validation_samples": 0}
+_NO_CACHING: dict[str, Any] = {"caching": False, "caching_batch": 0, "caching_text_batch": 0}
+_ALONE: dict[str, Any] = {
+    **_NO_VALIDATION,
+    **_NO_CACHING,
+    "resident_gib": 0.0,
+    "keep_resident": (),
+    "vae_precision": "bf16",
+    "vae_tiling": False,
+    "vae_slicing": False,
+}
+"""Nothing beside the training step, in time or on the card."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +170,17 @@ class Workload:
     validation_frames: int = 0
     validation_samples: int = 0
     """Samples that go through the model together in validation."""
+    keep_resident: tuple[str, ...] = ()
+    """Of `companions.KINDS`, those that stay on the card the whole time."""
+    caching: bool = False
+    """The encoding of pictures and captions before training is asked about."""
+    caching_batch: int = 0
+    """Pictures or videos that the VAE encodes together in caching."""
+    caching_text_batch: int = 0
+    """Captions that a text encoder takes together in caching."""
+    vae_precision: str = "bf16"
+    vae_tiling: bool = False
+    vae_slicing: bool = False
 
     @property
     def family(self) -> catalogue.Family:
@@ -165,6 +188,22 @@ class Workload:
         if self.sheet_json:
             return catalogue.parse(self.sheet_json)
         return catalogue.find(self.model).of(self.variant)
+
+    @property
+    def companions(self) -> beside.Companions:
+        """What is known of its VAE and text encoders; of a model outside the catalogue nothing is."""
+        return beside.Companions() if self.sheet_json else beside.of(self.model, self.variant)
+
+    @property
+    def kept_companions(self) -> tuple[tuple[beside.Companion, int], ...]:
+        """What stays on the card of `keep_resident`, each with the bytes of its weights."""
+        found = [c for kind in self.keep_resident for c in self.companions.of_kind(kind)]
+        return tuple((c, c.weight_bytes(self.vae_precision if c.kind == beside.VAE else "bf16")) for c in found)
+
+    @property
+    def kept_bytes(self) -> int:
+        """All that stays on the card beside the model."""
+        return round(self.resident_gib * 2**30) + sum(size for _, size in self.kept_companions)
 
     @property
     def resolution(self) -> str:
@@ -227,8 +266,7 @@ class Workload:
             batch=self.samples,
             cfg_batch=False,
             weights_offload="none" if self.swapped_blocks else self.weights_offload,
-            resident_gib=0.0,
-            **_NO_VALIDATION,
+            **_ALONE,
         )
 
     @property
@@ -247,6 +285,7 @@ class Workload:
             buckets=(),
             accumulate=1,
             **_NO_VALIDATION,
+            **_NO_CACHING,
         )
 
     def largest_buckets(self, most: int) -> list[Workload]:
@@ -264,6 +303,7 @@ class Workload:
         out = dataclasses.asdict(self)
         out["lora_targets"] = list(self.lora_targets)
         out["buckets"] = list(self.buckets)
+        out["keep_resident"] = list(self.keep_resident)
         out["resolution"] = self.resolution
         del out["config_json"]
         if sheet := out.pop("sheet_json"):
@@ -536,6 +576,47 @@ def _validation(get: Callable[..., Any], family: catalogue.Family, frames: int) 
     }
 
 
+def _beside(get: Callable[..., Any]) -> dict[str, Any]:
+    """Fields of a workload: VAE and text encoders, and the caching phase."""
+    kept = get("keep_resident", ())
+    if isinstance(kept, str) or not isinstance(kept, Sequence):
+        raise WorkloadError(f"--keep-resident must be a list of {' and '.join(beside.KINDS)}, not {kept!r}")
+    found: dict[str, Any] = {
+        "keep_resident": tuple(dict.fromkeys(_choice("keep-resident", kind, beside.KINDS) for kind in kept)),
+        "vae_precision": _choice("vae-precision", get("vae_precision", "bf16"), tuple(beside.PRECISIONS)),
+        "vae_tiling": _yes_no("vae-tiling", get("vae_tiling", False)),
+        "vae_slicing": _yes_no("vae-slicing", get("vae_slicing", False)),
+    }
+    if _yes_no("caching", get("caching", False)):
+        batches = {k: _whole(k.replace("_", "-"), get(k, 1), MAX_BATCH) for k in _NO_CACHING if k != "caching"}
+        return {**found, "caching": True, **batches}
+    for key in _NO_CACHING:
+        if get(key):
+            raise WorkloadError(f"--{key.replace('_', '-')} {get(key)} has no effect without --caching; add that")
+    return {**found, **_NO_CACHING}
+
+
+def _check_companions(w: Workload) -> None:
+    """
+    Raises:
+        WorkloadError: what is asked about is not known for the model, or an option has no effect.
+    """
+    who = w.model if w.sheet_json else f"{w.model} {w.variant}"
+    for kind in w.keep_resident:
+        if not w.companions.of_kind(kind):
+            raise WorkloadError(f"--keep-resident {kind}: not known for {who}; say how large it is with --resident-gib")
+    if w.caching and not any(map(w.companions.of_kind, beside.KINDS)):
+        raise WorkloadError(f"--caching: neither the VAE nor the text encoders of {who} are known here; leave it out")
+    runs_vae = w.companions.vae is not None and (w.caching or bool(w.validation_resolution))
+    asked = {"--vae-tiling": w.vae_tiling, "--vae-slicing": w.vae_slicing}
+    if w.vae_precision != "bf16" and beside.VAE not in w.keep_resident:
+        asked[f"--vae-precision {w.vae_precision}"] = True
+    for option in (option for option, given in asked.items() if given and not runs_vae):
+        if w.companions.vae is None:
+            raise WorkloadError(f"{option}: the VAE of {who} is not known here; leave it out")
+        raise WorkloadError(f"{option} has no effect without --caching or --validation-resolution; add one")
+
+
 def _references(value: Any, family: catalogue.Family, variant: str) -> int:
     if value is None:
         return family.default_references
@@ -587,6 +668,13 @@ REQUEST_KEYS = (
     "validation_resolution",
     "validation_frames",
     "validation_samples",
+    "keep_resident",
+    "caching",
+    "caching_batch",
+    "caching_text_batch",
+    "vae_precision",
+    "vae_tiling",
+    "vae_slicing",
 )
 
 
@@ -698,8 +786,10 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         master_weights=_yes_no("master-weights", get("master_weights", False)),
         resident_gib=_number("resident-gib", get("resident_gib", 0.0), 0.0, 4096.0),
         **_validation(get, family, frames),
+        **_beside(get),
     )
     check_supported(workload)
+    _check_companions(workload)
     if workload.adapter == "full" and workload.master_weights:
         if workload.precision == "fp32":
             raise WorkloadError("--master-weights: with --precision fp32 the weights are float32 already; leave it out")
@@ -780,8 +870,7 @@ def reduced_copy(workload: Workload) -> Workload:
         attention="auto",
         accumulate=min(workload.accumulate, 2),
         ema=False,
-        resident_gib=0.0,
         weights_offload="none" if workload.streamed_percent else workload.weights_offload,
-        **_NO_VALIDATION,
+        **_ALONE,
         reduced=True,
     )

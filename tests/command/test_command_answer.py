@@ -13,7 +13,7 @@ import pytest
 from command_helpers import SMALL, SMALL_REQUEST, Done, in_process_of_its_own
 
 from advisor import options as command_options
-from advisor import reports
+from advisor import plan_files, reports
 from advisor.api import Plan, Session
 from advisor.nearest import MOST_TRACED, nearest
 from advisor.reports import nearest_lines
@@ -337,3 +337,32 @@ def test_what_stays_on_the_card_and_validation_are_shown(advise: Advise) -> None
         in done.flat
     )
     assert "kept 2.00" in done.flat
+
+
+def test_kept_encoders_caching_and_the_largest_phase_are_shown(advise: Advise) -> None:
+    args = ("--gpu", "4090", "--keep-resident", "text-encoder,vae", "--caching", "--caching-batch", "2")
+    done = advise(*SMALL, *args)
+    assert (
+        "vae caching: the VAE encodes 2 samples together of 256x256 (kl-16, bf16); the model is not loaded yet"
+        in done.flat
+    )
+    assert (
+        "text caching: qwen-3-4b (40 tokens) encodes 1 caption, bf16; the model is not loaded yet, the VAE is kept"
+        in done.flat
+    )
+    assert "The largest of these peaks is that of the training step." in done.flat
+    assert "kept on the card the whole time: text encoder qwen-3-4b 7.49 GiB, VAE kl-16 0.16 GiB" in done.flat
+    assert "kept 7.65" in done.flat
+    assert "--keep-resident 'clip' is not valid" in advise(*SMALL, "--gpu", "4090", "--keep-resident", "vae,clip").error
+
+
+def test_a_plan_with_phases_is_read_back(advise: Advise, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    args = ("--gpu", "4090", "--keep-resident", "vae", "--vae-precision", "fp32", "--plan", str(plan))
+    for more in ((), ("--caching", "--caching-batch", "2", "--vae-slicing")):
+        assert advise(*SMALL, *args, *more).status == 0
+        written = json.loads(plan.read_text())
+        workload = plan_files.load(plan).workload
+        assert workload.keep_resident == ("vae",)
+        assert workload.caching_batch == (2 if more else 0)
+        assert json.loads(json.dumps(workload.describe())) == written["workload"]

@@ -97,6 +97,20 @@ def test_other_keys_of_a_request_count(ask: Ask) -> None:
     assert answers[3]["workload"]["lokr_factor"] == "4,FeedForward=8"
 
 
+def test_phases_of_a_request_are_answered_and_their_keys_have_types(ask: Ask) -> None:
+    status, answers = ask(
+        {**GOOD, "caching": True, "caching_batch": 2, "keep_resident": ["vae"], "vae_precision": "fp32"},
+        {**GOOD, "caching": "yes"},
+        {**GOOD, "keep_resident": "vae"},
+    )
+    assert status == 1
+    assert [p["name"] for p in answers[0]["phases"]] == ["vae caching", "text caching"]
+    assert answers[0]["largest_phase"] == "training"
+    assert [(k["name"], k["gib"]) for k in answers[0]["kept"]] == [("kl-16", 0.3123)]
+    assert "'caching' must be true or false" in answers[1]["error"]
+    assert "--keep-resident must be a list" in answers[2]["error"]
+
+
 REFUSED = [
     (b"[1, 2]", "a JSON object, not [1, 2]"),
     (b'"flux"', "a JSON object"),

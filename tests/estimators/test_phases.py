@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from advisor.api import Session
+from advisor.phases import asked_phases
 from decision_rules.support import Executor
 from estimators import devices
 from estimators.estimate import GIB, Estimator, Semantics
@@ -72,8 +75,8 @@ def test_what_stays_on_the_card_is_in_every_peak() -> None:
 def test_a_plan_shows_the_validation_that_was_asked_about() -> None:
     request = {**SMALL, "validation_resolution": "512x256", "weights_offload": "blocks:10"}
     plan = Session().plan(from_request(request), devices.find_gpu("rtx4090"), Executor.BUNDLED)
-    (phase,) = plan.to_json()["phases"]
-    assert phase["name"] == "validation"
+    phase, decode = plan.to_json()["phases"]
+    assert (phase["name"], decode["name"]) == ("validation", "validation decode")
     assert "2 samples together of 512x256" in phase["what"]
     assert phase["fits"] is True
     assert phase["breakdown"]["weights"] < 10
@@ -107,3 +110,140 @@ def test_the_shape_of_validation_does_not_change_the_training_step_s_trace() -> 
 def test_bad_values_are_named(more: dict[str, Any], message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         from_request({**SMALL, **more})
+
+
+def plan_of(**more: Any) -> Any:
+    return Session().plan(
+        from_request({"model": "sd1x", "resolution": 256, "rank": 4, **more}),
+        devices.find_gpu("rtx4090"),
+        advising=False,
+    )
+
+
+def phases_of(plan: Any) -> dict[str, Any]:
+    return {p.name: p.estimate for p in plan.phases}
+
+
+def test_kept_encoders_are_in_the_training_peak_with_their_names_and_sizes() -> None:
+    plain, kept = plan_of(), plan_of(keep_resident=["text-encoder", "vae"])
+    weights = 2 * (83_653_863 + 123_060_480)
+    for before, after in zip(plain.schedules, kept.schedules, strict=True):
+        if before.supported:
+            assert after.breakdown["kept"] == after.peak - before.peak == pytest.approx(weights, abs=2**20)
+    answer = kept.to_json()
+    assert [(k["kind"], k["name"], k["gib"]) for k in answer["kept"]] == [
+        ("text-encoder", "clip-l", 0.2292),
+        ("vae", "sd1", 0.1558),
+    ]
+    assert "kept on the card the whole time: text encoder clip-l 0.23 GiB, VAE sd1 0.16 GiB" in answer["warnings"]
+    assert "kept" not in plain.to_json()
+    assert "phases" not in plain.to_json()
+    double = plan_of(keep_resident=["vae"], vae_precision="fp32")
+    assert double.schedules[0].breakdown["kept"] == pytest.approx(4 * 83_653_863, abs=2**20)
+
+
+def test_caching_has_a_peak_for_the_vae_and_one_for_the_text_encoders() -> None:
+    plan = plan_of(caching=True, caching_batch=4)
+    found = phases_of(plan)
+    assert list(found) == ["vae caching", "text caching"]
+    vae, text = found["vae caching"], found["text caching"]
+    assert vae.breakdown["weights"] == pytest.approx(2 * 83_653_863, rel=0.01)
+    assert text.breakdown["weights"] == pytest.approx(2 * 123_060_480, rel=0.01)
+    assert vae.breakdown["adapter"] == vae.breakdown["optimizer"] == vae.breakdown["saved"] == 0
+    single = phases_of(plan_of(caching=True))["vae caching"]
+    assert vae.breakdown["transient"] == pytest.approx(4 * single.breakdown["transient"], rel=0.05)
+    wide = phases_of(plan_of(caching=True, vae_precision="fp32"))["vae caching"]
+    assert wide.breakdown["weights"] == pytest.approx(2 * single.breakdown["weights"], rel=0.01)
+    assert wide.breakdown["transient"] == pytest.approx(2 * single.breakdown["transient"], rel=0.1)
+    assert plan.largest_phase == plan.to_json()["largest_phase"] == "training"
+    assert any("cuDNN" in w for w in plan.warnings)
+
+
+def test_a_kept_encoder_is_on_the_card_while_the_other_kind_is_cached_and_counts_once() -> None:
+    plain = phases_of(plan_of(caching=True))
+    kept = phases_of(plan_of(caching=True, keep_resident=["text-encoder"]))
+    assert kept["vae caching"].peak - plain["vae caching"].peak == pytest.approx(2 * 123_060_480, abs=2**20)
+    assert kept["text caching"].peak == plain["text caching"].peak
+
+
+def test_the_largest_phase_may_be_caching_and_says_when_it_does_not_fit() -> None:
+    plan = plan_of(caching=True, caching_batch=900)
+    assert plan.largest_phase == "vae caching"
+    assert not phases_of(plan)["vae caching"].fits
+    assert any(w.startswith("vae caching does not fit") for w in plan.warnings)
+
+
+def test_the_decode_after_sampling_has_model_and_vae_on_the_card() -> None:
+    plan = plan_of(validation_resolution=512)
+    sampled, decoded = phases_of(plan)["validation"], phases_of(plan)["validation decode"]
+    vae = decoded.breakdown["weights"] - sampled.breakdown["weights"]
+    assert vae == pytest.approx(2 * 83_653_863, rel=0.01)
+    assert decoded.breakdown["optimizer"] == sampled.breakdown["optimizer"] > 0
+    assert decoded.breakdown["adapter"] == sampled.breakdown["adapter"] > 0
+    kept = phases_of(plan_of(validation_resolution=512, keep_resident=["vae"]))["validation decode"]
+    assert kept.breakdown["weights"] == sampled.breakdown["weights"]
+    assert kept.peak == pytest.approx(decoded.peak, abs=2**21)
+
+
+def test_swapped_blocks_wait_on_the_host_while_the_vae_decodes() -> None:
+    def decode(offload: str) -> Any:
+        workload = from_request({**SMALL, "validation_resolution": 256, "weights_offload": offload})
+        return phases_of(Session().plan(workload, devices.find_gpu("rtx4090"), advising=False))["validation decode"]
+
+    whole, swapped = decode("none"), decode("blocks:10")
+    moved = whole.breakdown["weights"] - swapped.breakdown["weights"]
+    assert moved == pytest.approx(swapped.host, rel=0.01)
+    assert swapped.host > GIB
+    assert whole.host == 0
+
+
+def test_a_stored_phase_is_read_without_torch_and_equal() -> None:
+    code = (
+        "import sys\nfrom advisor.api import Session\nfrom estimators import devices\nfrom probes.workload import from_request\n"
+        "w = from_request({'model': 'sd1x', 'resolution': 256, 'rank': 4, 'caching': True, 'keep_resident': ['vae']})\n"
+        "p = Session().plan(w, devices.find_gpu('rtx4090'), advising=False)\n"
+        "print('torch' in sys.modules, *[x.estimate.peak for x in p.phases])"
+    )
+    first = phases_of(plan_of(caching=True, keep_resident=["vae"]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", *(str(e.peak) for e in first.values())]
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "message"),
+    [
+        ("flux", {"keep_resident": ["unet"]}, "--keep-resident 'unet' is not valid"),
+        ("flux", {"keep_resident": "vae"}, "--keep-resident must be a list"),
+        ("ace_step", {"keep_resident": ["vae"]}, "--keep-resident vae: not known for ace_step .*--resident-gib"),
+        (
+            "flux2",
+            {"keep_resident": ["text-encoder"]},
+            "--keep-resident text-encoder: not known for flux2 .*--resident-gib",
+        ),
+        ("heartmula", {"caching": True}, "--caching: neither the VAE nor the text encoders of heartmula"),
+        ("flux", {"caching_batch": 2}, "--caching-batch 2 has no effect without --caching"),
+        ("flux", {"caching": True, "caching_text_batch": 0}, "--caching-text-batch must be from 1"),
+        ("flux", {"vae_tiling": True}, "--vae-tiling has no effect without --caching or --validation-resolution"),
+        ("flux", {"vae_precision": "fp32"}, "--vae-precision fp32 has no effect without"),
+        ("flux", {"vae_precision": "fp16", "caching": True}, "--vae-precision 'fp16' is not valid"),
+        ("hidream", {"vae_slicing": True, "validation_resolution": 1024}, "the VAE of hidream .* is not known"),
+        ("flux", {"caching": 1}, "--caching must be true or false"),
+    ],
+)
+def test_bad_values_about_encoders_are_named(model: str, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        from_request({"model": model, **more})
+
+
+def test_caching_does_not_change_the_training_step_s_trace() -> None:
+    asked = from_request(
+        {**SMALL, "caching": True, "keep_resident": ["vae"], "vae_precision": "fp32", "vae_tiling": True}
+    )
+    assert asked.traced() == from_request(SMALL).traced()
+
+
+def test_an_unknown_half_of_caching_is_said() -> None:
+    workload = from_request({"model": "flux2", "variant": "klein-4b", "resolution": 256, "caching": True, "rank": 4})
+    phases, notes = asked_phases(Session(), workload, devices.find_gpu("rtx4090"), Executor.BUNDLED, 0)
+    assert [p.name for p in phases] == ["vae caching"]
+    assert "caching: the text encoders of flux2 klein-4b are not known here, so their peak is left out" in notes
