@@ -27,9 +27,10 @@ from decision_rules.support import (
 )
 from estimators import calibration, devices, optimizers, swapping
 from estimators.devices import Device, DeviceKind
-from estimators.estimate import GIB, Estimate, Estimator, usable_reserved
+from estimators.estimate import GIB, Estimate, Estimator
 from estimators.memory import Replay
 from estimators.schedule import Schedule
+from estimators.simulations import Simulations
 from probes import outside, store
 from probes.companions import Run
 from probes.profile import FORWARD, Profile
@@ -241,6 +242,7 @@ class Session:
         self._profiles: dict[tuple[Any, ...], tuple[Profile, tuple[str, ...]]] = {}
         self._replays: dict[tuple[Any, ...], Replay] = {}
         self._companions: dict[tuple[Run, str], tuple[Profile, tuple[str, ...]]] = {}
+        self._simulations: dict[tuple[Any, ...], Simulations] = {}
 
     def profile(
         self, workload: Workload, device: Device, executor: Executor, *, forward_only: bool = False
@@ -262,6 +264,7 @@ class Session:
                 oldest = next(iter(self._profiles))
                 self._profiles.pop(oldest)
                 self._replays.pop(oldest, None)
+                self._simulations.pop(oldest, None)
             warnings: list[str] = []
             profile = profile_for(
                 workload,
@@ -342,33 +345,25 @@ class Session:
     def _estimator(
         self, workload: Workload, device: Device, executor: Executor, headroom: int, host_ram: int | None
     ) -> tuple[tuple[str, ...], Estimator, Callable[[], None]]:
-        """(warnings about the profile, an estimator, what stores its allocator simulations)."""
+        """(warnings about the profile, an estimator, what stores its simulations)."""
         key, profile, warnings = self.profile(workload, device, executor)
-        cache_name = f"{store.key(as_run(executor, workload), profile.target, profile.source)}.reserved.json"
-        trouble: list[str] = []
-        stored = store.read_small(cache_name, trouble.append)
-        reserved = usable_reserved(stored)
-        if lost := len(stored) - len(reserved):
-            trouble.append(
-                f"{lost} entries of the stored file {store.cache_folder() / cache_name} are not valid and left aside"
-            )
-        before = dict(reserved)
+        if key not in self._simulations:
+            name = store.key(as_run(executor, workload), profile.target, profile.source)
+            self._simulations[key] = Simulations.read(name, profile.tape)
+        known = self._simulations[key]
         estimator = Estimator(
             profile,
             device,
             job_semantics(executor, workload),
             headroom=headroom,
             host_ram=host_ram,
-            reserved_cache=reserved,
+            reserved_cache=known.reserved,
+            step_cache=known.steps,
             replay=self._replays.get(key),
         )
         self._replays[key] = estimator.replay
-
-        def save() -> None:
-            if reserved != before or trouble:
-                store.write_small(cache_name, reserved)
-
-        return (*warnings, *trouble), estimator, save
+        trouble = () if known.trouble is None else (known.trouble,)
+        return (*warnings, *trouble), estimator, known.save
 
     def _plan(
         self,

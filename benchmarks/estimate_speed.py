@@ -3,7 +3,7 @@
 python benchmarks/estimate_speed.py [--gpu H100] [model ...]
 
 ``simulation`` is the memory simulation alone (`Replay.run`), ``estimate`` all of it with the allocator's simulation, and
-``known`` an estimate whose allocator result is in the cache, as on every later request. Nothing is reused between runs
+``known`` an estimate whose allocator result is in the cache and whose step is simulated. Nothing is reused between runs
 except the profile. Profiles come from the cache or are traced first.
 """
 
@@ -101,7 +101,7 @@ def measure(model: str, device: Device) -> Speed:
 def _fresh(replay: Replay) -> Replay:
     """The same preparation without remembered results."""
     copy = object.__new__(Replay)
-    copy.__dict__.update({**replay.__dict__, "_known": {}})
+    copy.__dict__.update({**replay.__dict__, "_known": {}, "_stored": {}, "_last": None})
     return copy
 
 

@@ -137,26 +137,14 @@ LIKELY = 0.5
 """A schedule is called a fit from this probability on."""
 
 
-def usable_reserved(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Of stored allocator results those that can be read: bytes, or bytes and whether memory ran out; the others are left out."""
-
-    def size(value: Any) -> bool:
-        return type(value) is int and 0 <= value < 2**60
-
-    def pair(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == 2 and size(value[0]) and type(value[1]) is bool
-
-    # A key with one part more is of a simulation at a card's capacity.
-    return {k: v for k, v in stored.items() if (pair(v) if k.count("|") == 4 else size(v))}
-
-
 class Estimator:
     """Estimates many schedules of one profile on one device.
 
     Args:
         headroom: bytes to leave free on the device.
         host_ram: bytes that offloading may use on the host; None: not checked.
-        reserved_cache: results of earlier allocator simulations (`usable_reserved`), read and added to.
+        reserved_cache: results of earlier allocator simulations, read and added to (`Simulations.reserved`).
+        step_cache: those of earlier steps (`Simulations.steps`); not used with a `replay`.
         replay: of another estimator for the same tape and kind of device, whose simulations are then used again.
         kept: bytes that stay on the device beside what the profile knows; None: those that its workload says.
     """
@@ -172,6 +160,7 @@ class Estimator:
         bands: Bands | None = None,
         clock: Clock | None = None,
         reserved_cache: dict[str, Any] | None = None,
+        step_cache: dict[str, Any] | None = None,
         replay: Replay | None = None,
         kept: int | None = None,
     ) -> None:
@@ -183,7 +172,7 @@ class Estimator:
         self.bands = bands or self._bands()
         self._residual = calibration.current()[0].time_residual if clock is None and not self.on_cpu else ()
         self.counted = exact if self.on_cpu else allocator.block_bytes
-        self.replay = replay or Replay(profile, self.counted)
+        self.replay = replay or Replay(profile, self.counted, step_cache)
         self.clock = clock or Clock(profile, device)
         self.swap = self._swap()
         self.kept = profile.workload.kept_bytes if kept is None else kept
@@ -269,9 +258,14 @@ class Estimator:
         Raises:
             ScheduleError: the schedule does not suit the model's structure.
         """
-        memory = self.replay.run(self.semantics.resolve(schedule, self.profile), self.resident)
+        memory = self._replayed(schedule)[1]
         time = self._time(memory)
         return Measure(memory.peak, memory.host_peak, None if time is None else time.total)
+
+    def _replayed(self, schedule: Schedule) -> tuple[Resolution, Memory]:
+        """A schedule's step. Of per-block schedules a search makes hundreds: their steps are not stored."""
+        resolution = self.semantics.resolve(schedule, self.profile)
+        return resolution, self.replay.run(resolution, self.resident, stored=schedule.actions is None)
 
     def _time(self, memory: Memory) -> StepTime | None:
         beside = self.semantics.offloading is Offloading.BUNDLED and not self.on_cpu
@@ -283,8 +277,7 @@ class Estimator:
         Raises:
             ScheduleError: the schedule does not suit the model's structure.
         """
-        resolution = self.semantics.resolve(schedule, self.profile)
-        memory = self.replay.run(resolution, self.resident)
+        resolution, memory = self._replayed(schedule)
         time = self._time(memory)
         reserved, fits, more = self._reserved(schedule, resolution, memory)
         kept = self.resident.kept  # as the user says: nothing about it is uncertain
@@ -366,26 +359,19 @@ class Estimator:
         w = self.profile.workload
         beside = f"{'accumulated ' if w.accumulate > 1 else ''}{'averaged ' if w.ema else ''}"
         key = f"{what}|{self.semantics}|{swap}{beside}{w.optimizer}|{self.resident.workspace}"
-        notes = []
-        reserved = self.reserved_cache.get(key)
-        if reserved is None or reserved < memory.peak:
-            if reserved is not None:
-                notes.append("a stored result of the allocator was below the peak; it is made anew")
-            reserved = self.reserved_cache[key] = self._simulate(resolution, None)[0]
+        if key not in self.reserved_cache:
+            self.reserved_cache[key] = self._simulate(resolution, None)[0]
+        reserved = self.reserved_cache[key]
         if reserved <= self.capacity:
-            return reserved, True, notes
+            return reserved, True, []
         capped_key = f"{key}|{self.capacity}"
-        capped, failed = self.reserved_cache.get(capped_key, (-1, False))
-        if capped < 0 or (not failed and not memory.peak <= capped <= self.capacity):
-            capped, failed = self._simulate(resolution, self.capacity)
-            self.reserved_cache[capped_key] = [capped, failed]
+        if capped_key not in self.reserved_cache:
+            self.reserved_cache[capped_key] = list(self._simulate(resolution, self.capacity))
+        capped, failed = self.reserved_cache[capped_key]
         if failed:
-            notes.append(
-                "the allocator's fragmentation does not leave room; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps"
-            )
-            return reserved, False, notes
-        notes.append(RETRIES)
-        return capped, True, notes
+            note = "the allocator's fragmentation does not leave room; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps"
+            return reserved, False, [note]
+        return capped, True, [RETRIES]
 
     def _simulate(self, resolution: Resolution, cap: int | None) -> tuple[int, bool]:
         """(reserved peak, out of memory) of one step of the caching allocator, weights and states allocated first."""

@@ -8,8 +8,11 @@ until backward has used it, the arguments until the unit's last one is released.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -99,31 +102,50 @@ def exact(sizes: Ints) -> Ints:
     return sizes
 
 
-class _Ledger:
-    """Collects when what is allocated."""
+_Lives = tuple[Ints, Ints, Ints, Ints]
+"""Births, deaths (new positions), bytes as requested and as counted."""
 
-    def __init__(self) -> None:
+
+class _Ledger:
+    """Collects when what is allocated.
+
+    Args:
+        counted: how the device counts an allocation.
+    """
+
+    def __init__(self, counted: Counter) -> None:
+        self._counted = counted
         self._births: list[Ints] = []
         self._deaths: list[Ints] = []
         self._sizes: list[Ints] = []
+        self._counts: list[Ints] = []
 
-    def add(self, birth: Ints, death: Ints, size: Ints) -> None:
-        """New positions; a death of NEVER is none."""
+    def add(self, birth: Ints, death: Ints, size: Ints, counts: Ints | None = None) -> None:
+        """
+        Args:
+            birth: and `death`: new positions; a death of NEVER is none.
+            size: as requested.
+            counts: as the device counts it, where that is known.
+        """
         self._births.append(birth)
         self._deaths.append(death)
         self._sizes.append(size)
+        self._counts.append(self._counted(size) if counts is None else counts)
 
-    def lives(self) -> tuple[Ints, Ints, Ints]:
-        """All (birth, death, size)."""
+    @cached_property
+    def lives(self) -> _Lives:
+        """All of them, once all are there."""
         none = np.zeros(0, np.int64)
-        births, deaths, sizes = (
-            np.concatenate([none, *column]) for column in (self._births, self._deaths, self._sizes)
+        births, deaths, sizes, counts = (
+            np.concatenate([none, *column]) for column in (self._births, self._deaths, self._sizes, self._counts)
         )
-        return births, deaths, sizes
+        return births, deaths, sizes, counts
 
     def curve(self, length: int) -> Ints:
         """Bytes allocated after each event."""
-        births, deaths, sizes = self.lives()
+        births, deaths, _, sizes = self.lives
+        if not len(births):
+            return np.zeros(length, np.int64)
         dies = deaths < NEVER
         change = np.bincount(births, weights=sizes, minlength=length)
         change -= np.bincount(deaths[dies], weights=sizes[dies], minlength=length)
@@ -131,13 +153,42 @@ class _Ledger:
 
 
 @dataclass(frozen=True)
+class _Key:
+    """What a simulated step depends on, beside the profile and how the device counts."""
+
+    resolution: Resolution
+    device_is_host: bool
+    gradients_held: bool
+    swap: Swap | None
+
+
+@dataclass(frozen=True)
 class _Peaks:
-    """One schedule's step."""
+    """One schedule's step, without what is resident during all of it."""
 
     passes: Memory
     """At the largest of forward and backward."""
     end: Memory
     """At the optimizer's step, without what that needs besides."""
+
+    def to_json(self) -> list[Any]:
+        """As lists, numbers and texts: the values of `passes`, then those of `end` that differ."""
+        spans = [[span.ranges, span.stop] for span in self.passes.recomputed]
+        values = vars(self.passes) | {"recomputed": spans, "breakdown": dict(self.passes.breakdown)}
+        return [values, {name: vars(self.end)[name] for name in _AT_END}]
+
+    @staticmethod
+    def from_json(stored: Sequence[Any]) -> _Peaks:
+        """The same again."""
+        values, at_end = stored
+        spans = tuple(Span(tuple((start, end) for start, end in ranges), stop) for ranges, stop in values["recomputed"])
+        calls = tuple((start, end) for start, end in values["swapped_calls"])
+        passes = Memory(**values | {"recomputed": spans, "swapped_calls": calls})
+        return _Peaks(passes, replace(passes, **at_end))
+
+
+_AT_END = ("peak", "phase", "breakdown")
+"""What of a step's end differs from its passes."""
 
 
 @dataclass
@@ -155,16 +206,20 @@ class Replay:
 
     Args:
         counted: how the device counts an allocation.
+        stored: results of earlier simulations, read and added to (`Simulations.steps`).
     """
 
-    def __init__(self, profile: Profile, counted: Counter) -> None:
+    def __init__(self, profile: Profile, counted: Counter, stored: dict[str, Any] | None = None) -> None:
         self.profile = profile
         self.tape = profile.tape
         self.counted = counted
         self.size = counted(profile.tape.size)
         self.gradient = (profile.tape.death >= NEVER) & (profile.tape.birth >= profile.tape.backward_start)
         self.pieces = Pieces(profile.tape)
-        self._known: dict[tuple[Resolution, bool, bool, Swap | None], tuple[_Peaks, Resident]] = {}
+        self._stored = {} if stored is None else stored
+        self._known: dict[_Key, _Peaks] = {}
+        self._last: tuple[_Key, _Lives] | None = None
+        """What was simulated last: the allocator's stream of it is often asked for next."""
         self._managed: dict[tuple[str, Swapping], Managed] = {}
 
     def managed(self, swap: Swap) -> list[Managed]:
@@ -174,57 +229,71 @@ class Replay:
                 self._managed[name, swap.how] = Managed.of(self.profile, name, swap.how)
         return [self._managed[name, swap.how] for name in swap.blocks]
 
-    def run(self, resolution: Resolution, resident: Resident) -> Memory:
+    def run(self, resolution: Resolution, resident: Resident, *, stored: bool = False) -> Memory:
         """Simulates one step, once for all devices: what is resident during the whole step only adds to it.
+
+        Args:
+            stored: the result is looked for among the stored ones, and added to them.
 
         Raises:
             SimulationError: the resolution does not belong to this profile.
         """
-        key = resolution, resident.device_is_host, resident.gradients_held, resident.swap
+        key = self._key(resolution, resident)
         if key not in self._known:
-            self._known[key] = _Step(self, resolution, resident).peaks(), resident
-        peaks, before = self._known[key]
+            self._known[key] = self._found(key) if stored else self._simulate(key)
+        peaks = self._known[key]
         found, extra = peaks.passes, 0
         if peaks.end.peak + resident.optimizer_transient > found.peak:
             found, extra = peaks.end, resident.optimizer_transient
         parts = {
-            name: found.breakdown[name] - getattr(before, name) + getattr(resident, name)
+            name: found.breakdown[name] + getattr(resident, name)
             for name in ("weights", "adapter", "optimizer", "inputs", "workspace")
         }
         parts["transient"] = found.breakdown["transient"] + extra
         parts |= {"kept": resident.kept} if resident.kept else {}
-        return replace(
-            found,
-            peak=found.peak - before.total + resident.total + extra,
-            breakdown={**{k: v for k, v in found.breakdown.items() if k != "kept"}, **parts},
-        )
+        return replace(found, peak=found.peak + resident.total + extra, breakdown={**found.breakdown, **parts})
 
     def events(self, resolution: Resolution, resident: Resident) -> tuple[Ints, Ints]:
         """The step as a stream for the allocator's simulation: (ids, +bytes when allocated, -bytes when freed), in order.
         Sizes are as requested."""
-        step = _Step(self, resolution, resident, requested=True)
-        births, deaths, sizes = step.device.lives()
+        key = self._key(resolution, resident)
+        if self._last is not None and self._last[0] == key:
+            births, deaths, sizes, _ = self._last[1]
+        else:
+            births, deaths, sizes, _ = _Step(self, key).device.lives
         ids = np.arange(len(sizes))
         dies = deaths < NEVER
         frees_first = np.concatenate([2 * births + 1, 2 * deaths[dies]])
         order = np.argsort(frees_first, kind="stable")
         return np.concatenate([ids, ids[dies]])[order], np.concatenate([sizes, -sizes[dies]])[order]
 
+    def _key(self, resolution: Resolution, resident: Resident) -> _Key:
+        return _Key(resolution, resident.device_is_host, resident.gradients_held, resident.swap)
+
+    def _simulate(self, key: _Key) -> _Peaks:
+        step = _Step(self, key)
+        self._last = key, step.device.lives
+        return step.peaks()
+
+    def _found(self, key: _Key) -> _Peaks:
+        """The stored result, or a new one, then stored."""
+        name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+        if name in self._stored:
+            return _Peaks.from_json(self._stored[name])
+        made = self._simulate(key)
+        self._stored[name] = made.to_json()
+        return made
+
 
 class _Step:
-    """One simulated step: fills the device's and the host's ledger.
+    """One simulated step: fills the device's and the host's ledger."""
 
-    Args:
-        requested: sizes as requested instead of as counted.
-    """
-
-    def __init__(self, replay: Replay, resolution: Resolution, resident: Resident, *, requested: bool = False) -> None:
-        self.replay, self.resident = replay, resident
+    def __init__(self, replay: Replay, key: _Key) -> None:
+        self.replay, self.key = replay, key
         self.tape = replay.tape
-        self.place = Placement(replay.tape, resolution)
-        self.counted: Counter = exact if requested else replay.counted
-        self.size = replay.tape.size if requested else replay.size
-        self.device, self.host, self.traffic = _Ledger(), _Ledger(), _Traffic()
+        self.place = Placement(replay.tape, key.resolution)
+        self.size = replay.size
+        self.device, self.host, self.traffic = _Ledger(replay.counted), _Ledger(exact), _Traffic()
         t, p = self.tape, self.place
         self._stays = t.saved_storage < 0
         inside = (p.saved_unit >= 0) & ~self._stays
@@ -240,13 +309,13 @@ class _Step:
             self._attention()
         self.swapped = (
             None
-            if resident.swap is None
-            else SwappedWeights(p, resident.swap.how, replay.managed(resident.swap), ahead=not resident.device_is_host)
+            if key.swap is None
+            else SwappedWeights(p, key.swap.how, replay.managed(key.swap), ahead=not key.device_is_host)
         )
         if self.swapped is not None:
-            self.device.add(self.swapped.birth, self.swapped.death, self.counted(self.swapped.size))
-        if resident.device_is_host:
-            self.device.add(*self.host.lives())
+            self.device.add(self.swapped.birth, self.swapped.death, self.swapped.size)
+        if key.device_is_host:
+            self.device.add(*self.host.lives)
 
     def _forward(self) -> None:
         """Storages of the recorded step: held by Python, by what is saved outside checkpoints, and by checkpoint arguments."""
@@ -266,13 +335,13 @@ class _Step:
             if copy.is_original:
                 gone[copy.storage] = max(gone[copy.storage], copy.copied)
         born = p.new(t.birth)
-        if self.resident.gradients_held:
+        if self.key.gradients_held:
             # a new gradient is added to the one that is there, then goes
             added = self.replay.gradient
             gone = np.where(added, born + 1, gone)
-            held = self.size[added]
-            self.device.add(np.zeros_like(held), np.full_like(held, NEVER), held)
-        self.device.add(born, gone, self.size)
+            held = self.tape.size[added]
+            self.device.add(np.zeros_like(held), np.full_like(held, NEVER), held, self.size[added])
+        self.device.add(born, gone, self.tape.size, self.size)
 
     def _pair(self, unit: Ints, storage: Ints) -> Ints:
         """One number for a unit and a storage."""
@@ -298,11 +367,11 @@ class _Step:
         if held:
             sids, until = np.array(held, np.int64).T
             np.maximum.at(death, sids, until)
-        if self.resident.device_is_host and self.replay.profile.workload.lora_dropout > 0:
+        if self.key.device_is_host and self.replay.profile.workload.lora_dropout > 0:
             for call in p.calls:
                 if call.unit >= 0 and p.finish_[call.unit] >= 0:
                     states.append((call.end, int(p.finish_[call.unit]), RNG_STATE_BYTES))
-        if self.resident.device_is_host and states:
+        if self.key.device_is_host and states:
             starts, finishes, sizes = np.array(states, np.int64).T
             self.host.add(p.new(starts), p.new(finishes), sizes)
             begin, length = p.replay_start_[p.replayed_], p.length_[p.replayed_]
@@ -320,7 +389,7 @@ class _Step:
         """Everything that our runtime moves: checkpoint inputs (rows of unit, storage, start, bytes, bytes with gaps) and attention's."""
         p = self.place
         found = self._chosen.copies()
-        in_turn = self._chosen.in_turn(found) if self.resident.device_is_host else []
+        in_turn = self._chosen.in_turn(found) if self.key.device_is_host else []
         known = {(c.storage, 0): c for c in found if c.restored <= c.size}
         views: dict[tuple[int, int], int] = {}
         rows = np.array(on_host, np.int64).reshape(-1, 5)
@@ -340,16 +409,16 @@ class _Step:
                 continue
             copy.copied, copy.released = min(copy.copied, at), max(copy.released, finish)
             copy.fetches += fetches
-        if not self.resident.device_is_host:
+        if not self.key.device_is_host:
             run_ahead(found)
         self._copied = found
-        if self.resident.device_is_host:
+        if self.key.device_is_host:
             moments, extra = np.array(in_turn, np.int64).reshape(-1, 2).T
             self.host.add(moments, moments + 1, extra)
         rows = np.array([(c.copied, c.released, c.size) for c in found], np.int64).reshape(-1, 3)
         self.host.add(rows[:, 0], rows[:, 1], rows[:, 2])
         back = np.array([(f.start, f.end, c.device_size) for c in found for f in c.fetches], np.int64).reshape(-1, 3)
-        self.device.add(back[:, 0], back[:, 1], self.counted(back[:, 2]))
+        self.device.add(back[:, 0], back[:, 1], back[:, 2])
         self.traffic.to_host += int(rows[:, 2].sum())
         self.traffic.from_host += sum(c.size * len(c.fetches) for c in found)
         self.traffic.tensors += len(found)
@@ -383,7 +452,7 @@ class _Step:
         self.traffic.from_host += int(size.sum())
         held = p.new(self._last_use(unit, sid))
         first = p.replay_start_[unit]
-        self.device.add(first, np.maximum(held, first + p.length_[unit]), self.counted(size))
+        self.device.add(first, np.maximum(held, first + p.length_[unit]), size)
 
     def _recompute(self) -> None:
         """Second copies of storages, held until backward has used what was saved of them."""
@@ -391,7 +460,7 @@ class _Step:
         until = np.full(len(self.size), -1, np.int64)
         released = self.place.new(np.minimum(self._release[self._own], self.tape.length))
         np.maximum.at(until, self._storage[self._own], released)
-        self.device.add(birth, np.maximum(death, until[ids]), self.size[ids])
+        self.device.add(birth, np.maximum(death, until[ids]), self.tape.size[ids], self.size[ids])
 
     def _attention(self) -> None:
         """Attention saves that wait on the host: copied at once, again in recomputation, and fetched one by one."""
@@ -407,22 +476,22 @@ class _Step:
         back = t.unpacked_at[moved] < NEVER
         self.traffic.from_host += int(size[back].sum())
         fetched = moved[back]
-        self.device.add(p.new(t.unpacked_at[fetched]), p.new(t.released_at[fetched]), self.counted(size[back]))
+        self.device.add(p.new(t.unpacked_at[fetched]), p.new(t.released_at[fetched]), size[back])
 
     def peaks(self) -> _Peaks:
         """The two moments that may be the peak, and what each consists of."""
-        t, p, resident = self.tape, self.place, self.resident
+        t, p = self.tape, self.place
         curve = self.device.curve(p.length)
         at = int(curve.argmax())
         alive = (p.new(t.birth) <= at) & (p.new(self.death) > at)
-        there = self.replay.gradient if resident.gradients_held else alive & self.replay.gradient
+        there = self.replay.gradient if self.key.gradients_held else alive & self.replay.gradient
         saved = int(self.size[alive & (p.new(t.death) <= at)].sum())
         ranges: list[list[tuple[int, int]]] = [[] for _ in p.units]
         for start, end, u in zip(p.range_start.tolist(), p.range_end.tolist(), p.range_unit.tolist(), strict=True):
             ranges[u].append((start, end))
         host = self.host.curve(p.length)
         passes = Memory(
-            peak=resident.total + int(curve[at]),
+            peak=int(curve[at]),
             phase="forward" if at < p.new_at(t.backward_start) else "backward",
             breakdown=self._breakdown(at, int(curve[at]), int(self.size[there].sum()), saved),
             host_peak=int(host.max(initial=0)),
@@ -440,7 +509,7 @@ class _Step:
         gradients = int(self.size[self.replay.gradient].sum())
         end = replace(
             passes,
-            peak=resident.total + left,
+            peak=left,
             phase="optimizer",
             breakdown=self._breakdown(p.length - 1, left, gradients, 0),
         )
@@ -448,19 +517,18 @@ class _Step:
 
     def _breakdown(self, moment: int, allocated: int, gradients: int, saved: int) -> dict[str, int]:
         """Bytes at a new position."""
-        resident, swapped, adapters = self.resident, 0, 0
+        swapped = adapters = 0
         if (w := self.swapped) is not None:
             here = (w.birth <= moment) & (moment < w.death)
-            swapped = int(self.counted(w.size[here & ~w.trained]).sum())
-            adapters = int(self.counted(w.size[here & w.trained]).sum())
+            swapped = int(self.replay.counted(w.size[here & ~w.trained]).sum())
+            adapters = int(self.replay.counted(w.size[here & w.trained]).sum())
         return {
-            "weights": resident.weights + swapped,
-            "adapter": resident.adapter + adapters,
+            "weights": swapped,
+            "adapter": adapters,
             "gradients": gradients,
-            "optimizer": resident.optimizer,
+            "optimizer": 0,
             "saved": saved,
             "transient": allocated - gradients - saved - swapped - adapters,
-            "inputs": resident.inputs,
-            "workspace": resident.workspace,
-            **({"kept": resident.kept} if resident.kept else {}),
+            "inputs": 0,
+            "workspace": 0,
         }

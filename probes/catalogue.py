@@ -389,14 +389,19 @@ def families() -> Mapping[str, Family]:
     return {name: _family(sheet) for name, sheet in sorted(_sheets().items())}
 
 
+@cache
+def _spellings() -> Mapping[str, Family]:
+    """All families by each of their names, without case and punctuation."""
+    return {_plain(s): f for f in families().values() for s in (f.name, f.title, *f.aliases)}
+
+
 def find(name: str) -> Family:
     """The family with that name or alias, ignoring case and punctuation.
 
     Raises:
         UnknownModelError: naming the nearest matches and the valid names.
     """
-    table = families()
-    spellings = {_plain(s): f for f in table.values() for s in (f.name, f.title, *f.aliases)}
+    table, spellings = families(), _spellings()
     if not isinstance(name, str) or not name.strip():
         raise UnknownModelError(f"--model needs a name; valid: {', '.join(table)}")
     if (found := spellings.get(_plain(name))) is not None:

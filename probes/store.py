@@ -63,12 +63,14 @@ def _versions() -> dict[str, str]:
 
 
 @cache
-def code_digest() -> str:
-    """Digest of everything here that makes a profile: this package's modules and the facts about quantised linears."""
+def code_digest(package: str = "probes") -> str:
+    """Digest of everything here that makes a profile (the modules of `probes`, the facts about quantised linears), or that makes the
+    results of simulations from one (`estimators`, the facts about optimizers)."""
+    facts = {"probes": ("quantized.csv", "quantized_skips.csv"), "estimators": ("optimizers.csv",)}[package]
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
         digest.update(path.read_bytes())
-    for name in ("quantized.csv", "quantized_skips.csv"):
+    for name in facts:
         digest.update(resources.text(name).encode())
     return digest.hexdigest()
 
@@ -402,5 +404,10 @@ def read_small(name: str, warn: Callable[[str], None] = lambda _: None) -> dict[
 
 def write_small(name: str, value: Mapping[str, Any]) -> None:
     """Stores a small JSON object in the cache; silently does without when it cannot be written."""
+    write_quietly(name, json.dumps(value).encode())
+
+
+def write_quietly(name: str, content: bytes) -> None:
+    """Stores a file in the cache; silently does without when it cannot be written."""
     with contextlib.suppress(OSError):
-        atomic_write(cache_folder() / name, json.dumps(value).encode())
+        atomic_write(cache_folder() / name, content)

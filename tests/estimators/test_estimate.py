@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from estimators import allocator, optimizers
 from estimators.calibration import Band, Bands, bands_for, kind
 from estimators.devices import Device, DeviceKind, cpu_device, find_gpu
-from estimators.estimate import GIB, Estimate, Estimator, Semantics, usable_reserved
+from estimators.estimate import GIB, Estimate, Estimator, Semantics
 from estimators.memory import Replay
 from estimators.schedule import Backend, Offloading, Schedule
 from probes.profile import Profile
@@ -284,22 +284,6 @@ def test_a_known_result_of_the_allocator_is_not_simulated_again(
     assert estimator(profile, replay, reserved_cache=cache).estimate(Schedule()) == first
     with pytest.raises(AssertionError, match="simulated again"):
         estimator(profile, replay, reserved_cache=cache).estimate(Schedule(Backend.TORCH))
-
-
-def test_stored_allocator_results_that_cannot_be_are_made_anew(profile: Profile, replay: Replay) -> None:
-    cache: dict[str, Any] = {}
-    first = estimator(profile, replay, reserved_cache=cache).estimate(Schedule())
-    (key,) = cache
-    edited = {key: 5}
-    again = estimator(profile, replay, reserved_cache=edited).estimate(Schedule())
-    assert (again.reserved, again.fits) == (first.reserved, first.fits)
-    assert "below the peak" in again.notes[-1]
-    assert edited == cache
-    assert usable_reserved({key: 7, f"{key}|9": [7, False]}) == {key: 7, f"{key}|9": [7, False]}
-    for value in (-1, 1.5, True, "7", None, [7, False], 10**30):
-        assert usable_reserved({key: value}) == {}
-    for value in (7, [7], [7, 1], [True, False], ["7", False], [-1, False]):
-        assert usable_reserved({f"{key}|9": value}) == {}
 
 
 def test_two_per_block_schedules_with_equally_many_recomputed_blocks_are_told_apart(
