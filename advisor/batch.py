@@ -42,6 +42,8 @@ _TEXTS = (
 _FLAGS = (
     "fuse_qkv",
     "lokr_full_matrix",
+    "lokr_scalar",
+    "lokr_rebuild",
     "cfg_batch",
     "dora",
     "rslora",

@@ -287,6 +287,26 @@ LokrFullMatrix = Annotated[
         text="LoKr with full second factors; only with --adapter lokr. Default: off.",
     ),
 ]
+LokrScalar = Annotated[
+    bool,
+    _option(
+        "--lokr-scalar",
+        panel=TRAINING,
+        metavar=None,
+        text="LoKr with a trained number that multiplies each update (LyCORIS' use_scalar), which keeps the update for backward; only "
+        "with --adapter lokr. Default: off.",
+    ),
+]
+LokrRebuild = Annotated[
+    bool,
+    _option(
+        "--lokr-rebuild",
+        panel=TRAINING,
+        metavar=None,
+        text="LoKr as LyCORIS runs it without bypass_mode: every update is built whole and kept for backward; only with --adapter "
+        "lokr on a float base. Default: off.",
+    ),
+]
 Precision = Annotated[
     str | None,
     _option(
@@ -538,6 +558,8 @@ TRAINED: dict[str, Any] = {
     "master_weights": MasterWeights,
     "lokr_factor": LokrFactor,
     "lokr_full_matrix": LokrFullMatrix,
+    "lokr_scalar": LokrScalar,
+    "lokr_rebuild": LokrRebuild,
     "precision": Precision,
     "optimizer": Optimizer,
     "attention": Attention,
@@ -743,7 +765,7 @@ def gib(option: str, value: Any, *, least: float = 0.0) -> int:
 
 def without_effect(given: Mapping[str, Any], workload: Workload) -> tuple[str, ...]:
     """A sentence for each option that was given although it does nothing for this workload."""
-    lora, lokr = ("lora_dropout", "dora", "rslora"), ("lokr_factor", "lokr_full_matrix")
+    lora, lokr = ("lora_dropout", "dora", "rslora"), ("lokr_factor", "lokr_full_matrix", "lokr_scalar", "lokr_rebuild")
     does_nothing = {
         "lora": (*lokr, "master_weights"),
         "lokr": (*lora, "master_weights", *(("rank", "alpha") if workload.lokr_full_matrix else ())),

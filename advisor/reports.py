@@ -174,9 +174,10 @@ def workload_lines(w: Workload) -> list[str]:
     if w.adapter == "full":
         trained = f"full fine-tune{', float32 weights' if w.master_weights else ''}"
     else:
-        factor = (
-            f", factor {w.lokr_factor}{', full matrix' if w.lokr_full_matrix else ''}" if w.adapter == "lokr" else ""
-        )
+        factor = ""
+        if w.adapter == "lokr":
+            form = {"full matrix": w.lokr_full_matrix, "trained scalar": w.lokr_scalar, "rebuilt": w.lokr_rebuild}
+            factor = ", ".join((f", factor {w.lokr_factor}", *(text for text, on in form.items() if on)))
         kind = ADAPTER_NAMES[w.adapter]
         if w.adapter == "lora":
             kind += f"{' with DoRA' if w.dora else ''}{', rank-stabilised,' if w.rslora else ''}"

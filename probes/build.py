@@ -194,7 +194,14 @@ def _inject_lycoris(model: nn.Module, workload: Workload) -> int:
         if workload.adapter == "loha":
             return loha.LohaLinear(linear, workload.rank, workload.alpha / workload.rank)
         factor = factors[nearest[name]] if name in nearest else default
-        return lokr.LokrLinear(linear, workload.rank, factor, workload.lokr_full_matrix)
+        return lokr.LokrLinear(
+            linear,
+            workload.rank,
+            factor,
+            workload.lokr_full_matrix,
+            trained_scalar=workload.lokr_scalar,
+            rebuild=workload.lokr_rebuild,
+        )
 
     return lokr.inject(model, lokr_targets(model, workload), wrap)
 
@@ -239,6 +246,8 @@ def inject_adapter(model: nn.Module, workload: Workload, *, random_b: bool = Fal
                 for name, p in model.named_parameters():
                     if ("lokr_w2" in name or "hada_w2" in name) and not p.any():
                         p.normal_(std=0.02)
+                    elif name.endswith(".scalar"):
+                        p.fill_(1)
         return
     from peft import LoraConfig, inject_adapter_in_model
 

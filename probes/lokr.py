@@ -1,8 +1,9 @@
 """LoKr adapters (LyCORIS form): the update of a linear is the Kronecker product of two small trained matrices.
 
-As LyCORIS runs it with ``bypass_mode``, which the trainer's presets set and quantised bases need: the product is never built,
+As LyCORIS runs it with ``bypass_mode``, which the trainer's presets set and most quantised bases need: the product is never built,
 the input passes through one factor and then the other, which keeps the input and one more tensor of the output's size for
-backward. Written from the published description of the method and its Apache-2.0 implementation.
+backward. Or as it runs without: the product is built whole, added to the weight and taken off again, and kept for backward. Written
+from the published description of the method and its Apache-2.0 implementation.
 """
 
 from __future__ import annotations
@@ -33,13 +34,24 @@ class LokrLinear(nn.Module):
     Args:
         rank: below half of the large factor, the large matrix is itself a product of two of this rank.
         full_matrix: never do that.
+        trained_scalar: the update is multiplied by a trained number (LyCORIS' ``use_scalar``).
+        rebuild: build the product (LyCORIS without ``bypass_mode``).
     """
 
-    def __init__(self, base: nn.Linear, rank: int, factor: int, full_matrix: bool) -> None:
+    def __init__(
+        self,
+        base: nn.Linear,
+        rank: int,
+        factor: int,
+        full_matrix: bool,
+        *,
+        trained_scalar: bool = False,
+        rebuild: bool = False,
+    ) -> None:
         super().__init__()
         self.base_layer = base
+        self.rebuild, self.trained_scalar = rebuild, trained_scalar
         self.scale = 1.0
-        self.register_buffer("scalar", torch.ones((), device="cpu"), persistent=False)  # not meta: its value counts
         out_small, out_large = factors(base.out_features, factor)
         in_small, in_large = factors(base.in_features, factor)
         device = base.weight.device
@@ -50,19 +62,28 @@ class LokrLinear(nn.Module):
             self.lokr_w2_b = nn.Parameter(torch.empty(rank, in_large, device=device))
         else:
             self.lokr_w2 = nn.Parameter(torch.empty(out_large, in_large, device=device))
+        if trained_scalar:
+            self.scalar = nn.Parameter(torch.zeros((), device=base.weight.device))
+        else:
+            self.register_buffer("scalar", torch.ones((), device="cpu"), persistent=False)  # not meta: its value counts
         self.reset()
 
     def reset(self) -> None:
-        """Random first factor, second factor zero: an update of nothing."""
+        """Random factors and a last one, or else the trained scalar, that is zero: an update of nothing."""
         nn.init.kaiming_uniform_(self.lokr_w1, a=5**0.5)
         if self.low_rank:
             nn.init.kaiming_uniform_(self.lokr_w2_a, a=5**0.5)
-            nn.init.zeros_(self.lokr_w2_b)
+        last = self.lokr_w2_b if self.low_rank else self.lokr_w2
+        if self.trained_scalar:
+            nn.init.kaiming_uniform_(last, a=5**0.5)
+            nn.init.zeros_(self.scalar)
         else:
-            nn.init.zeros_(self.lokr_w2)
+            nn.init.zeros_(last)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         base = self.base_layer(input)
+        if self.rebuild:
+            return self._rebuilt(input, base)
         grouped = input.unflatten(-1, (self.lokr_w1.shape[1], -1))
         if self.low_rank:
             small = F.linear(F.linear(grouped, self.lokr_w2_b), self.lokr_w2_a)
@@ -73,6 +94,15 @@ class LokrLinear(nn.Module):
         update = crossed.flatten(-2)
         result: torch.Tensor = base + update * self.scale * self.scalar
         return result
+
+    def _rebuilt(self, input: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        # Each of these matrices of the weight's size lives until the end, as in LyCORIS.
+        weight = self.base_layer.weight.detach()
+        large = self.lokr_w2_a @ self.lokr_w2_b if self.low_rank else self.lokr_w2
+        update = torch.kron(self.lokr_w1, large).to(weight.dtype) * self.scalar
+        merged = weight + update
+        delta = merged - weight
+        return base + F.linear(input, delta)
 
 
 def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, str]:

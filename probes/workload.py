@@ -135,6 +135,10 @@ class Workload:
     lokr_factor: int | str = DEFAULT_FACTOR
     """One for all linears, or ``16,FeedForward=8``: see :attr:`lokr_factors`."""
     lokr_full_matrix: bool = False
+    lokr_scalar: bool = False
+    """A trained number multiplies each update (LyCORIS' ``use_scalar``)."""
+    lokr_rebuild: bool = False
+    """Every update is built whole (LyCORIS without ``bypass_mode``)."""
     reduced: bool = False
     """The small copy of the model that a CPU run uses."""
     seconds: int = 0
@@ -651,6 +655,8 @@ REQUEST_KEYS = (
     "master_weights",
     "lokr_factor",
     "lokr_full_matrix",
+    "lokr_scalar",
+    "lokr_rebuild",
     "precision",
     "optimizer",
     "attention",
@@ -775,6 +781,8 @@ def from_request(request: Mapping[str, Any], *, sheet: Mapping[str, Any] | None 
         references=_references(get("references"), family, variant.name),
         lokr_factor=_lokr_factor(get("lokr_factor", DEFAULT_FACTOR)),
         lokr_full_matrix=_yes_no("lokr-full-matrix", get("lokr_full_matrix", False)),
+        lokr_scalar=_yes_no("lokr-scalar", get("lokr_scalar", False)),
+        lokr_rebuild=_yes_no("lokr-rebuild", get("lokr_rebuild", False)),
         sheet_json=sheet_json,
         buckets=tuple(_bucket_name(*size, family) for size in buckets),
         cfg_batch=cfg_batch,
@@ -826,6 +834,16 @@ def check_supported(w: Workload) -> None:
         raise NotYetError(
             f"--dora with --weights-offload {w.weights_offload} cannot be estimated yet; with none it can"
         )
+    if w.adapter == "lokr" and w.lokr_rebuild and (w.precision not in FLOAT_PRECISIONS or w.weights_offload != "none"):
+        what = (
+            f"--weights-offload {w.weights_offload}"
+            if w.precision in FLOAT_PRECISIONS
+            else f"--precision {w.precision}"
+        )
+        raise NotYetError(
+            f"--lokr-rebuild with {what} cannot be estimated yet; without --lokr-rebuild (LyCORIS' bypass_mode: true) it can, and "
+            f"with {', '.join(FLOAT_PRECISIONS)} and weights on the card"
+        )
     if w.weights_offload.partition(":")[0] == "group":
         raise WorkloadError(f"--weights-offload {w.weights_offload}: {GROUP_OFFLOAD}; ramtorch or blocks:N work")
     if w.weights_offload != "none":
@@ -864,7 +882,9 @@ def reduced_copy(workload: Workload) -> Workload:
         seconds=small.seconds if family.kind == "audio" else 0,
         text_tokens=text,
         caption_tokens=text,
-        rank=min(workload.rank, 8),
+        rank=workload.rank
+        if workload.adapter == "lokr"
+        else min(workload.rank, 8),  # which decides where LoKr has full matrices
         precision="fp32",
         optimizer=workload.optimizer if optimizer_facts.table()[workload.optimizer].cpu else "adamw",
         attention="auto",

@@ -62,6 +62,9 @@ def save(job: Job, workload: Workload, folder: Path) -> Path:
     metadata = {"format": "pt"}
     if workload.adapter in LYCORIS:
         state = {n: p for n, p in job.model.named_parameters() if ".lokr_" in n or ".hada_" in n}
+        for name, module in job.model.named_modules():
+            if isinstance(module, LokrLinear) and module.trained_scalar:
+                state[f"{name}.lokr_w1"] = module.lokr_w1 * module.scalar
         alphas = {f"{n.removesuffix('hada_w1_a')}alpha" for n in state if n.endswith(".hada_w1_a")}
         state |= {n: torch.tensor(float(workload.alpha)) for n in alphas}
     else:

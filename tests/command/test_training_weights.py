@@ -149,8 +149,12 @@ def test_a_diffusers_pipeline_loads_the_lora(trained: Any, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("options", "key"),
-    [({"adapter": "lokr", "lokr_factor": 4}, ".lokr_"), ({"dora": True, "rslora": True}, ".lora_magnitude_vector")],
-    ids=["lokr", "dora"],
+    [
+        ({"adapter": "lokr", "lokr_factor": 4}, ".lokr_"),
+        ({"adapter": "lokr", "lokr_factor": 4, "lokr_scalar": True, "lokr_rebuild": True}, ".lokr_"),
+        ({"dora": True, "rslora": True}, ".lora_magnitude_vector"),
+    ],
+    ids=["lokr", "lokr-scalar", "dora"],
 )
 def test_diffusers_loads_the_adapter(trained: Any, tmp_path: Path, options: dict[str, Any], key: str) -> None:
     job, out, _ = trained("sd3", **options)
@@ -161,7 +165,7 @@ def test_diffusers_loads_the_adapter(trained: Any, tmp_path: Path, options: dict
     fresh.load_lora_adapter(str(out), use_safetensors=True)
     after = _output(fresh, job)
     assert torch.allclose(after, _output(job.model, job), atol=1e-4)
-    assert (after - before).abs().max() > 1e-2
+    assert (after - before).abs().max() > 1e-3
 
 
 def test_a_fully_trained_model_loads_with_from_pretrained(trained: Any, tmp_path: Path) -> None:

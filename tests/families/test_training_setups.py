@@ -31,6 +31,8 @@ def _schedules(_: Profile) -> list[Schedule]:
         {"adapter": "loha", "rank": 4},
         {"adapter": "lokr", "lokr_factor": 4},
         {"adapter": "lokr", "lokr_factor": "4,FeedForward=8,to_out=2"},
+        {"adapter": "lokr", "lokr_scalar": True, "lokr_factor": 4, "rank": 4},
+        {"adapter": "lokr", "lokr_rebuild": True, "lokr_factor": 4},
     ],
     ids=lambda r: "-".join(f"{k}={v}" for k, v in r.items()),
 )

@@ -16,7 +16,7 @@ def _filled(layer: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     with torch.no_grad():
         for name, p in layer.named_parameters():
-            if "hada" in name or "lokr" in name:
+            if "hada" in name or "lokr" in name or name == "scalar":
                 p.normal_()
     return layer
 
@@ -85,8 +85,22 @@ def _real_lokr(base: nn.Linear) -> tuple[nn.Module, nn.Module]:
     return real, LokrLinear(base, 4, 8, False)
 
 
+def _real_scalar(base: nn.Linear) -> tuple[nn.Module, nn.Module]:
+    from lycoris.modules.lokr import LokrModule
+
+    real = LokrModule("l", base, 1.0, 4, 4, factor=8, bypass_mode=True, use_scalar=True)
+    return real, LokrLinear(base, 4, 8, False, trained_scalar=True)
+
+
+def _real_rebuilt(base: nn.Linear) -> tuple[nn.Module, nn.Module]:
+    from lycoris.modules.lokr import LokrModule
+
+    real = LokrModule("l", base, 1.0, 4, 4, factor=8, use_scalar=True)
+    return real, LokrLinear(base, 4, 8, False, trained_scalar=True, rebuild=True)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("pair", [_real_loha, _real_lokr])
+@pytest.mark.parametrize("pair", [_real_loha, _real_lokr, _real_scalar, _real_rebuilt])
 def test_it_computes_and_saves_what_lycoris_own_module_does(
     pair: Callable[[nn.Linear], tuple[nn.Module, nn.Module]], autocast: bool
 ) -> None:

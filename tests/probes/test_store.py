@@ -357,6 +357,8 @@ def _key(target: str = TARGET, source: str = "traced", **changes: Any) -> str:
         {"lora_dropout": 0.0},
         {"adapter": "full"},
         {"lokr_factor": "16,FeedForward=8"},
+        {"lokr_scalar": True},
+        {"lokr_rebuild": True},
         {"precision": "fp32"},
         {"attention": "math"},
         {"reduced": True},

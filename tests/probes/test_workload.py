@@ -331,6 +331,8 @@ CHANGED: dict[str, Any] = {
     "weights_offload": "ramtorch",
     "lokr_factor": 4,
     "lokr_full_matrix": True,
+    "lokr_scalar": True,
+    "lokr_rebuild": True,
     "dora": True,
     "rslora": True,
     "accumulate": 4,
