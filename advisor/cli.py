@@ -778,7 +778,7 @@ def import_config(
     """Reads a trainer's configuration: what it needs on a card, and which checkpointing keys would be better.
 
     Options about the job count instead of what the configuration says, or does not say (buckets, frames, captions). Only keys for
-    checkpointing are changed in it.
+    checkpointing are changed in it. The file that its lycoris_config names is read too.
 
     Exit status: 0 something fits, 1 nothing fits, 2 bad usage.
     """

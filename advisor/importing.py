@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from advisor import lycoris_config
 from estimators.schedule import CONTROLS, Schedule, ScheduleError
 from probes import catalogue, optimizer_facts
 from probes.catalogue import UnknownModelError
@@ -51,6 +52,8 @@ class Imported:
     notes: tuple[str, ...]
     given: tuple[str, ...] = ()
     """Of the request what is not from it."""
+    lycoris: bool = False
+    """Whether its adapter is from the file that its ``lycoris_config`` names."""
 
     def patched(self, controls: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration with other keys for checkpointing, in its own spelling of keys (with dashes or without)."""
@@ -89,21 +92,7 @@ def read(path: Path, given: Mapping[str, Any] | None = None) -> Imported:
     Raises:
         WorkloadError: not readable, or it names a model or values that cannot be planned for; the file and the key are named.
     """
-    try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise WorkloadError(f"{path}: {'is a folder' if stat.S_ISDIR(mode) else 'is not a regular file'}")
-        if path.stat().st_size > LARGEST:
-            raise WorkloadError(f"{path}: too large for a configuration")
-        content = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_constant)
-    except FileNotFoundError:
-        raise WorkloadError(f"{path}: no such file") from None
-    except WorkloadError:
-        raise
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    except (ValueError, RecursionError) as error:
-        raise WorkloadError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
+    content = _json(path)
     if not is_configuration(content):
         if not isinstance(content, dict):
             raise WorkloadError(f"{path}: not a JSON object")
@@ -121,6 +110,28 @@ def read(path: Path, given: Mapping[str, Any] | None = None) -> Imported:
         return _imported(path, content, values, given or {})
     except (WorkloadError, UnknownModelError, ScheduleError) as error:
         raise WorkloadError(f"{path}: {error}") from None
+
+
+def _json(path: Path) -> Any:
+    """
+    Raises:
+        WorkloadError: not readable, or not JSON; the file is named.
+    """
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise WorkloadError(f"{path}: {'is a folder' if stat.S_ISDIR(mode) else 'is not a regular file'}")
+        if path.stat().st_size > LARGEST:
+            raise WorkloadError(f"{path}: too large for a configuration")
+        return json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_constant)
+    except FileNotFoundError:
+        raise WorkloadError(f"{path}: no such file") from None
+    except WorkloadError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except (ValueError, RecursionError) as error:
+        raise WorkloadError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
 
 
 def is_configuration(content: Any) -> bool:
@@ -154,7 +165,8 @@ def workload(read: Imported) -> Workload:
         named = re.search(r"--[a-z][a-z-]*", str(error))
         if named is not None and named[0][2:].replace("-", "_") in read.given:
             raise
-        text = re.sub(r"--weights-offload ramtorch|--[a-z][a-z-]*", lambda m: _KEYS.get(m[0], m[0]), str(error))
+        keys = _KEYS | {k: f"lycoris_config: {v}" for k, v in lycoris_config.OPTIONS.items() if read.lycoris}
+        text = re.sub(r"--weights-offload ramtorch|--[a-z][a-z-]*", lambda m: keys.get(m[0], m[0]), str(error))
         if isinstance(error, UnknownModelError):
             text = f"model_flavour: {text}"
         raise WorkloadError(f"{read.path}: {text}") from None
@@ -176,11 +188,11 @@ def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any],
             notes.append(f"no train_batch_size in it: the trainer's default of {DEFAULT_BATCH} is taken")
     else:
         request["batch"] = batch
-    _adapter(values, request, notes)
     _base(values, request, notes)
     if _flag(values, "fuse_qkv_projections"):
         request["fuse_qkv"] = True
     _weights_offload(values, request, notes)
+    lycoris = _adapter(path, values, request, given, notes)
     if (steps := values.get("gradient_accumulation_steps")) not in (None, "", 1, "1"):
         request["accumulate"] = _number(steps)
         notes.append(f"gradient_accumulation_steps {_shown(steps)}: step times here are of one batch")
@@ -203,7 +215,9 @@ def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any],
             notes.append(
                 f"--{key.replace('_', '-')} {value} counts instead of its {had}, which stays in the configuration"
             )
-    return Imported(path, content, {**request, **given}, Schedule.from_controls(controls), tuple(notes), tuple(given))
+    return Imported(
+        path, content, {**request, **given}, Schedule.from_controls(controls), tuple(notes), tuple(given), lycoris
+    )
 
 
 def _shown(value: Any) -> str:
@@ -283,24 +297,53 @@ def _root(value: float) -> float:
     return float(value**0.5) if 0 < value < 1e12 else 0.0
 
 
-def _adapter(values: Mapping[str, Any], request: dict[str, Any], notes: list[str]) -> None:
+def _adapter(
+    path: Path, values: Mapping[str, Any], request: dict[str, Any], given: Mapping[str, Any], notes: list[str]
+) -> bool:
+    """Returns whether what `lycoris_config` names was read."""
     default = "full" if "lora_rank" not in values else "lora"
     kind = _text(values, "lora_type", LORA_TYPES, "standard")
     if _text(values, "model_type", MODEL_TYPES, default) == "full":
         request["adapter"] = "full"
-        return
+        return False
     if kind == "lycoris":
-        request["adapter"] = "lokr"
-        notes.append(
-            "lora_type lycoris: its own file says which form and factor; taken as LoKr, with factor 16 unless --lokr-factor says another"
-        )
-        return
+        return _lycoris(path, values, request, given, notes)
     for key, name in (("use_dora", "dora"), ("use_rslora", "rslora")):
         if _flag(values, key):
             request[name] = True
     for key, name in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "lora_dropout")):
         if values.get(key) not in (None, ""):
             request[name] = _number(values[key])
+    return False
+
+
+def _lycoris(
+    path: Path, values: Mapping[str, Any], request: dict[str, Any], given: Mapping[str, Any], notes: list[str]
+) -> bool:
+    name = _text(values, "lycoris_config")
+    try:
+        if name is None:
+            raise WorkloadError("no lycoris_config in it")
+        folders = (path.parent, Path())
+        found = next((f for f in (folder / Path(name).expanduser() for folder in folders) if f.exists()), None)
+        if found is None:
+            raise WorkloadError(
+                f"lycoris_config {name}: no such file beside the configuration or in the current folder"
+            )
+        content = _json(found)
+    except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, a home folder of nobody
+        request["adapter"] = "lokr"
+        notes.append(
+            f"lora_type lycoris: {error}, which says which form and factor; taken as LoKr, with factor 16 unless --lokr-factor says another"
+        )
+        return False
+    own: list[str] = []
+    try:
+        request |= lycoris_config.request(content, request, given, own)
+    except WorkloadError as error:
+        raise WorkloadError(f"lycoris_config {name}: {error}") from None
+    notes += [f"lycoris_config {name}: {text}" for text in own]
+    return True
 
 
 def _weights_offload(values: Mapping[str, Any], request: dict[str, Any], notes: list[str]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from advisor import importing
-from probes.workload import WorkloadError
+from probes import build
+from probes.workload import WorkloadError, reduced_copy
 
 CONFIG = {
     "--model_family": "sd3",
@@ -307,3 +308,215 @@ def test_a_bad_option_is_told_by_its_own_name(advise: Any, tmp_path: Path) -> No
     assert done.status == 2
     assert "--rank must be" in done.err
     assert "lora_rank" not in done.err
+
+
+# LyCORIS' own file ----------------------------------------------------------------------------------------------------
+
+LYCORIS = {
+    "algo": "lokr",
+    "multiplier": 1.0,
+    "linear_dim": 10000,
+    "linear_alpha": 1,
+    "factor": 16,
+    "bypass_mode": True,
+    "apply_preset": {
+        "target_module": ["Attention"],
+        "module_algo_map": {"Attention": {"factor": 16}, "FeedForward": {"factor": 8}},
+    },
+}
+
+
+def lycoris(folder: Path, content: Any, given: dict[str, Any] | None = None, **more: Any) -> importing.Imported:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / "lycoris.json").write_text(text)
+    config = {
+        **CONFIG,
+        "--lora_type": "lycoris",
+        "--lycoris_config": "lycoris.json",
+        **{f"--{k}": v for k, v in more.items()},
+    }
+    return importing.read(write(folder, config), given)
+
+
+def test_lycoris_own_file_is_read(tmp_path: Path) -> None:
+    read = lycoris(tmp_path, LYCORIS)
+    workload = importing.workload(read)
+    assert (workload.adapter, workload.rank, workload.lokr_full_matrix) == ("lokr", 10000, False)
+    assert workload.lokr_factor == "16,Attention=16,FeedForward=8"
+    assert workload.lora_targets == ("Attention", "FeedForward")  # LyCORIS makes what its map names a target
+    assert not any("lycoris" in n for n in read.notes)
+
+
+def test_it_is_looked_for_beside_the_configuration_and_then_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(there)
+    (there / "lycoris.json").write_text(json.dumps({**LYCORIS, "linear_dim": 3}))
+    path = write(here, {**CONFIG, "--lora_type": "lycoris", "--lycoris_config": "lycoris.json"})
+    assert importing.read(path).request["rank"] == 3
+    (here / "lycoris.json").write_text(json.dumps({**LYCORIS, "linear_dim": 5}))
+    assert importing.read(path).request["rank"] == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"linear_dim": None}, {"rank": 4}),
+        ({"linear_alpha": 0}, {"alpha": 10000.0}),
+        ({"factor": "8"}, {"lokr_factor": "8,Attention=16,FeedForward=8"}),
+        (
+            {"factor": 4, "apply_preset": {"target_module": ["FeedForward"]}},
+            {"lokr_factor": 4, "lora_targets": ("FeedForward",)},
+        ),
+        ({"apply_preset": None}, {"lora_targets": ("Linear",)}),
+        ({"linear_dim": 1_000_000}, {"lokr_full_matrix": True}),
+        ({"full_matrix": "true"}, {"lokr_full_matrix": True}),
+        ({"full_matrix": False}, {"lokr_full_matrix": False}),
+        ({"use_scalar": True}, {"lokr_scalar": True}),
+        ({"bypass_mode": False}, {"lokr_rebuild": True}),
+        ({"algo": "LoHa", "linear_dim": 8, "linear_alpha": 4}, {"adapter": "loha", "rank": 8, "alpha": 4.0}),
+        (
+            {"algo": None, "linear_dim": 8},
+            {"adapter": "lora", "rank": 8, "lora_targets": ("to_k", "to_q", "to_v", "to_out.0")},
+        ),
+        ({"algo": "locon", "linear_dim": 8, "dropout": 0.2}, {"adapter": "lora", "lora_dropout": 0.2}),
+    ],
+    ids=str,
+)
+def test_each_key_of_it_counts(tmp_path: Path, change: dict[str, Any], expected: dict[str, Any]) -> None:
+    workload = importing.workload(lycoris(tmp_path, {**LYCORIS, **change}))
+    found = {k: getattr(workload, k) for k in expected}
+    if "lora_targets" in expected:
+        found["lora_targets"], expected = (
+            tuple(sorted(found["lora_targets"])),
+            expected | {"lora_targets": tuple(sorted(expected["lora_targets"]))},
+        )
+    assert found == expected
+
+
+def test_bypass_mode_is_off_where_it_is_not_set_and_what_that_means_depends_on_the_base(tmp_path: Path) -> None:
+    plain = {k: v for k, v in LYCORIS.items() if k != "bypass_mode"}
+    told = {"bf16": "planned so", "int8-torchao": "planned as if it were on", "nf4-bnb": None, "int8-quanto": None}
+    for precision, text in told.items():
+        read = lycoris(tmp_path, plain, base_model_precision=None if precision == "bf16" else precision)
+        assert importing.workload(read).lokr_rebuild is (precision == "bf16")
+        notes = [n for n in read.notes if "bypass_mode" in n]
+        assert (text in notes[0] and len(notes) == 1) if text else notes == []
+    assert not importing.workload(lycoris(tmp_path, plain, {"precision": "int8-quanto"})).lokr_rebuild
+    swapped = lycoris(tmp_path, plain, musubi_blocks_to_swap=4)
+    assert not importing.workload(swapped).lokr_rebuild
+    assert any("with weights on the host" in n for n in swapped.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dropout": 0.1}, "dropout 0.1"),
+        ({"rank_dropout": 0.1, "bypass_mode": False}, "rank_dropout 0.1"),
+        ({"module_dropout": 0.1}, "module_dropout 0.1"),
+        ({"dora_wd": True}, "dora_wd is on"),
+        ({"weight_decompose": True}, "weight_decompose does nothing here"),
+        ({"train_norm": True}, "train_norm is on"),
+        ({"decompose_both": True}, "decompose_both is on"),
+        ({"conv_dim": 8}, "conv_dim is on"),
+        ({"preset": "attn-mlp"}, "preset 'attn-mlp'"),
+        ({"lienar_dim": 8}, "not known here and not taken into account: lienar_dim"),
+        ({"algo": "loha", "linear_dim": 8, "use_scalar": True}, "use_scalar is on and is not planned for with loha"),
+        ({"algo": "loha", "linear_dim": 8, "bypass_mode": False}, "bypass_mode is not on"),
+        ({"algo": "lora", "linear_dim": 8}, "planned as PEFT's"),
+        ({"apply_preset": {}}, "no target_module in it"),
+        ({"apply_preset": {"target_module": [], "target_name": ["proj_out", "blocks.*"]}}, "patterns are not planned for: blocks.*"),
+        ({"apply_preset": {"target_module": [], "target_name": ["proj_out"]}}, "names that end so"),
+        ({"apply_preset": {"target_module": ["Attention"], "exclude_name": ["x"]}}, "exclude_name is not planned for"),
+        ({"apply_preset": {"target_module": [], "module_algo_map": {"A": {"algo": "loha"}}}}, "A gets loha"),
+        ({"apply_preset": {"target_module": [], "module_algo_map": {"A": {"dim": 4, "full_matrix": True}}}}, "alone: dim, full_matrix"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_changes_memory_and_is_not_planned_for_is_noted_by_its_key(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    notes = [n for n in lycoris(tmp_path, {**LYCORIS, **change}).notes if n.startswith("lycoris_config lycoris.json: ")]
+    assert any(said in n for n in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rank_dropout", 0.1), ("multiplier", 0.5), ("dropout", 0), ("rs_lora", True)]
+)
+def test_what_costs_nothing_is_not(tmp_path: Path, key: str, value: Any) -> None:
+    assert lycoris(tmp_path, {**LYCORIS, key: value}).notes == lycoris(tmp_path, LYCORIS).notes
+
+
+@pytest.mark.parametrize("content", [None, "{", "[" * 100_000])
+def test_a_file_that_is_missing_or_no_json_is_noted_and_lokr_taken(tmp_path: Path, content: str | None) -> None:
+    read = lycoris(tmp_path, content or "{}", lycoris_config="lycoris.json" if content else "other.json")
+    assert importing.workload(read).adapter == "lokr"
+    [note] = [n for n in read.notes if "lycoris" in n]
+    assert "taken as LoKr, with factor 16" in note
+    assert "\n" not in note
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "lycoris_config lycoris.json: is not a JSON object"),
+        ({**LYCORIS, "algo": "boft"}, "algo 'boft' cannot be planned for; lokr, loha, lora, locon can"),
+        ({**LYCORIS, "linear_dim": "many"}, "linear_dim must be a number"),
+        ({**LYCORIS, "linear_dim": 1.5}, "linear_dim must be a whole number"),
+        ({**LYCORIS, "apply_preset": []}, None),
+        ({**LYCORIS, "apply_preset": [1]}, "apply_preset must be an object"),
+        ({**LYCORIS, "apply_preset": {"target_modules": []}}, "LyCORIS does not know target_modules"),
+        ({**LYCORIS, "apply_preset": {"target_module": "Attention"}}, "target_module must be a list of names"),
+        ({**LYCORIS, "apply_preset": {"module_algo_map": {"A": 4}}}, "module_algo_map must map names to objects"),
+        ({**LYCORIS, "factor": 0, "apply_preset": {"target_module": ["A"]}}, "lycoris_config: factor must be from 1"),
+        ({**LYCORIS, "linear_dim": 0}, "lycoris_config: linear_dim must be from 1"),
+    ],
+)
+def test_what_lycoris_would_not_take_is_refused_with_its_key(tmp_path: Path, content: Any, message: str | None) -> None:
+    if message is None:
+        importing.workload(lycoris(tmp_path, content))
+        return
+    with pytest.raises(WorkloadError, match=message) as caught:
+        importing.workload(lycoris(tmp_path, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_adapter_may_be_given_in_place_of_one_that_cannot_be_planned_for(tmp_path: Path) -> None:
+    read = lycoris(tmp_path, {**LYCORIS, "algo": "boft"}, {"adapter": "lokr"})
+    assert importing.workload(read).adapter == "lokr"
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        LYCORIS["apply_preset"],
+        {"target_module": ["JointTransformerBlock"], "module_algo_map": {"FeedForward": {"factor": 2}}},
+        {"module_algo_map": {"JointTransformerBlock": {"factor": 2}, "Attention": {}}},
+        {},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rank", [2, 10000])
+def test_its_adapters_are_those_that_lycoris_makes(tmp_path: Path, preset: dict[str, Any], rank: int) -> None:
+    package = pytest.importorskip("lycoris")
+    import torch
+
+    content = {**LYCORIS, "linear_dim": rank, "factor": 4, "apply_preset": preset}
+    workload = reduced_copy(importing.workload(lycoris(tmp_path, content)))
+    model = build.build_base(workload)
+    defaults = {"target_module": ["Linear"], "target_name": [], "module_algo_map": {}, "name_algo_map": {}}
+    package.LycorisNetwork.apply_preset({**defaults, **preset})
+    settings = {k: v for k, v in content.items() if k != "apply_preset"}
+    network = package.create_lycoris(model, **settings)
+    real = {m.lora_name: {n: p.shape for n, p in m.named_parameters()} for m in network.loras}
+    model = build.build_base(workload)
+    build.inject_adapter(model, workload)
+    ours: dict[str, dict[str, torch.Size]] = {}
+    for name, p in model.named_parameters():
+        owner, _, key = name.rpartition(".")
+        if key.startswith("lokr_"):
+            ours.setdefault("lycoris_" + owner.replace(".", "_"), {})[key] = p.shape
+    assert ours == real
