@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from probes import fused, loha, lokr, outside, stand_ins
 from probes.catalogue import InputSpec
 from probes.expressions import evaluate, evaluate_all
-from probes.workload import LOKR_TARGETS, LYCORIS, Workload, WorkloadError
+from probes.workload import ADAPTER_NAMES, LOKR_TARGETS, LYCORIS, Workload, WorkloadError
 
 MOST_MODULES = 50_000
 """No model has more; those of the catalogue have up to 4000."""
@@ -206,13 +206,24 @@ def _inject_lycoris(model: nn.Module, workload: Workload) -> int:
     return lokr.inject(model, lokr_targets(model, workload), wrap)
 
 
-def unused_factors(model: nn.Module, workload: Workload) -> list[str]:
-    """A sentence for each module class or name of ``--lokr-factor`` that is nearest around no linear with a LoKr."""
-    _, factors = workload.lokr_factors
+def unmatched_names(model: nn.Module, workload: Workload) -> list[str]:
+    """A sentence for each module class or name that does nothing: a target of a LoKr or LoHa without a linear, one of ``--lokr-factor`` that
+    is nearest around no linear with a LoKr."""
+    _, factors = workload.lokr_factors if workload.adapter == "lokr" else (0, {})
     nearest = lokr.linears(model, tuple(factors))
     targets = lokr_targets(model, workload)
     used = {nearest[name] for name in lokr.linears(model, targets) if name in nearest}
+    kinds = sorted({type(m).__name__ for m in model.modules()})
+
+    def near(name: str) -> str:
+        found = [k for k in kinds if k.endswith(name)]
+        return f" (but class {' and '.join(found)})" if found else ""
+
     return [
+        f"{name} gets no {ADAPTER_NAMES[workload.adapter]}: {workload.model} has no linear inside a module of that class or name{near(name)}"
+        for name in targets
+        if not lokr.linears(model, (name,))
+    ] + [
         f"--lokr-factor {name}={factor} has no effect: {name} decides for none of the linears that get a LoKr (in {', '.join(targets)})"
         for name, factor in factors.items()
         if name not in used

@@ -99,8 +99,8 @@ def trace(workload: Workload, target: Target, *, whole: bool = False, forward_on
         notes.append(
             f"{ADAPTER_NAMES[workload.adapter]} goes into {', '.join(targets)}: the model has no {' or '.join(workload.lora_targets)} class"
         )
-    if workload.adapter == "lokr":
-        notes += build.unused_factors(base, workload)
+    if workload.adapter in LYCORIS:
+        notes += build.unmatched_names(base, workload)
     if workload.adapter == "loha":
         notes.append(loha.NOTE)
     later = thinning.later(runs)

@@ -98,7 +98,7 @@ def test_module_classes_and_names_get_factors_of_their_own() -> None:
 def test_a_factor_for_what_gets_no_lokr_is_told() -> None:
     workload = from_request({**FACTORS, "lokr_factor": "4,FeedForward=8,Foo=2", "lora_targets": ["Attention"]})
     with torch.device("meta"):
-        found = build.unused_factors(build.build_base(workload), workload)
+        found = build.unmatched_names(build.build_base(workload), workload)
     assert [text.partition(" has no effect")[0] for text in found] == [
         "--lokr-factor FeedForward=8",
         "--lokr-factor Foo=2",
@@ -121,3 +121,14 @@ def test_bad_factors_get_one_line(bad: object) -> None:
     with pytest.raises(WorkloadError, match="--lokr-factor") as caught:
         from_request({**FACTORS, "lokr_factor": bad})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("adapter", ["lokr", "loha"])
+def test_a_target_that_the_model_does_not_have_is_told(adapter: str) -> None:
+    workload = from_request(
+        {"model": "sd3", "adapter": adapter, "lora_targets": ["Attention", "TransformerBlock", "to_out.0"]}
+    )
+    with torch.device("meta"):
+        [note] = build.unmatched_names(build.build_base(workload), workload)
+    assert note.startswith("TransformerBlock gets no Lo")
+    assert note.endswith("(but class JointTransformerBlock)")
