@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from decision_rules.support import Executor, as_run, job_semantics
+from estimators.calibration import kind as kind_of_job
 from estimators.devices import Device
 from estimators.estimate import GIB, Estimate, Estimator, Semantics
 from estimators.schedule import Schedule
@@ -41,7 +42,7 @@ class Phase:
         parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in e.breakdown.items() if value)
         return (
             f"{self.name}: {self.what}: peak {e.peak / GIB:.2f} GiB allocated, {e.device / GIB:.2f} GiB on the device, "
-            f"{'fits' if e.fits else 'does NOT fit'} ({parts})"
+            f"{'fits' if e.fits else 'does NOT fit'} ({parts}){''.join(f'; {note}' for note in e.notes)}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -54,7 +55,9 @@ class Phase:
             "device_gib",
             "host_gib",
             "fits",
+            "fit_probability",
             "breakdown",
+            "notes",
         )
         return {"name": self.name, "what": self.what, **{k: entry[k] for k in kept}}
 
@@ -164,7 +167,7 @@ class _Asked:
             f"the VAE decodes {_some(pictures, 'sample')} of {asked.bucket} ({_how(run)}) with the model and what trains still on the "
             f"card{self._beside(TEXT)}"
         )
-        estimator = Estimator(profile, self.device, Semantics(), headroom=self.headroom)
+        estimator = Estimator(profile, self.device, Semantics(), headroom=self.headroom, kind=_band_of(profile))
         return Phase(DECODE, what, estimator.estimate(Schedule()))
 
     def _text(self, encoders: tuple[Companion, ...]) -> Phase:
@@ -186,7 +189,9 @@ class _Asked:
     def _alone(self, name: str, what: str, profile: Profile, kind: str) -> Phase:
         """A phase before the model is loaded; what stays on the card of `kind` is among the profile's weights."""
         kept = self.workload.kept_bytes - self._sizes.get(kind, 0)
-        estimator = Estimator(profile, self.device, Semantics(), headroom=self.headroom, kept=kept)
+        estimator = Estimator(
+            profile, self.device, Semantics(), headroom=self.headroom, kept=kept, kind=_band_of(profile)
+        )
         return Phase(name, what, estimator.estimate(Schedule()))
 
     def _vae_run(
@@ -230,6 +235,12 @@ class _Asked:
 
     def _beside(self, kind: str) -> str:
         return f", the {kind.replace('-', ' ').replace('vae', 'VAE')} is kept beside it" if kind in self._sizes else ""
+
+
+def _band_of(profile: Profile) -> str:
+    """The kind of job whose bands count for a VAE or text encoder: those of convolutional models come from UNets' training steps, in which
+    what is unsure is the workload, so they say nothing about a VAE."""
+    return kind_of_job(profile.workload, convolutional=False)
 
 
 def _some(count: int, what: str) -> str:

@@ -147,6 +147,7 @@ class Estimator:
         step_cache: those of earlier steps (`Simulations.steps`); not used with a `replay`.
         replay: of another estimator for the same tape and kind of device, whose simulations are then used again.
         kept: bytes that stay on the device beside what the profile knows; None: those that its workload says.
+        kind: of job, whose bands count; None: the profile's.
     """
 
     def __init__(
@@ -163,11 +164,12 @@ class Estimator:
         step_cache: dict[str, Any] | None = None,
         replay: Replay | None = None,
         kept: int | None = None,
+        kind: str | None = None,
     ) -> None:
         self.profile, self.device, self.semantics = profile, device, semantics
         self.headroom, self.host_ram = headroom, host_ram
         self.on_cpu = device.kind is DeviceKind.CPU
-        self.kind = job_kind(profile, compile_works=semantics.compile_works)
+        self.kind = kind or job_kind(profile, compile_works=semantics.compile_works)
         self.card = calibration.card(device.name)
         self.bands = bands or self._bands()
         self._residual = calibration.current()[0].time_residual if clock is None and not self.on_cpu else ()

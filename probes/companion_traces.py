@@ -103,10 +103,9 @@ def _text_call(model: nn.Module, run: Run) -> tuple[tuple[torch.Tensor, ...], Ca
     if run.companion.mask:
         given["attention_mask"] = torch.ones(run.batch, run.tokens, dtype=torch.int64)
         given["attention_mask"][:, -1:] = 0  # transformers leaves an all-valid mask out
-    more = {"output_hidden_states": True} if run.companion.hidden_states else {}
 
     def encode() -> torch.Tensor:
-        found: torch.Tensor = model(**given, **more)[0]
+        found: torch.Tensor = model(**given, **run.companion.arguments)[0]
         return found
 
     return tuple(given.values()), encode

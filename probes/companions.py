@@ -42,12 +42,16 @@ class Companion:
     """Of a text encoder: the length that it sees, an expression over T, the denoiser's text length."""
     mask: bool = False
     """It is given a padding mask."""
-    hidden_states: bool = False
-    """It returns what every layer puts out."""
+    arguments_json: str = "{}"
+    """What else its call is given, as JSON text."""
 
     @property
     def config(self) -> dict[str, Any]:
         return dict(json.loads(self.config_json))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(json.loads(self.arguments_json))
 
     def weight_bytes(self, precision: str = "bf16") -> int:
         """Bytes of its weights in that precision."""
@@ -110,7 +114,7 @@ def _companion(kind: str, name: str, use: Mapping[str, Any]) -> Companion:
         video=facts.get("video", False),
         tokens=str(use.get("tokens", "")),
         mask=use.get("mask", False),
-        hidden_states=use.get("hidden_states", False),
+        arguments_json=json.dumps(use.get("arguments", {}), sort_keys=True),
     )
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from advisor.api import Session
-from advisor.phases import asked_phases
+from advisor.phases import Phase, asked_phases
 from decision_rules.support import Executor
 from estimators import devices
-from estimators.estimate import GIB, Estimator, Semantics
+from estimators.estimate import GIB, Estimate, Estimator, Semantics
 from estimators.schedule import Backend, Schedule
 from probes.build import real_job
 from probes.cpu_memory import profiled_peak, resident_bytes
@@ -217,8 +217,8 @@ def test_a_stored_phase_is_read_without_torch_and_equal() -> None:
         ("ace_step", {"keep_resident": ["vae"]}, "--keep-resident vae: not known for ace_step .*--resident-gib"),
         (
             "flux2",
-            {"keep_resident": ["text-encoder"]},
-            "--keep-resident text-encoder: not known for flux2 .*--resident-gib",
+            {"variant": "dev", "keep_resident": ["text-encoder"]},
+            "--keep-resident text-encoder: not known for flux2 dev; .*--resident-gib",
         ),
         ("heartmula", {"caching": True}, "--caching: neither the VAE nor the text encoders of heartmula"),
         ("flux", {"caching_batch": 2}, "--caching-batch 2 has no effect without --caching"),
@@ -243,7 +243,23 @@ def test_caching_does_not_change_the_training_step_s_trace() -> None:
 
 
 def test_an_unknown_half_of_caching_is_said() -> None:
-    workload = from_request({"model": "flux2", "variant": "klein-4b", "resolution": 256, "caching": True, "rank": 4})
+    workload = from_request({"model": "flux2", "variant": "dev", "resolution": 256, "caching": True, "rank": 4})
     phases, notes = asked_phases(Session(), workload, devices.find_gpu("rtx4090"), Executor.BUNDLED, 0)
     assert [p.name for p in phases] == ["vae caching"]
-    assert "caching: the text encoders of flux2 klein-4b are not known here, so their peak is left out" in notes
+    assert "caching: the text encoders of flux2 dev are not known here, so their peak is left out" in notes
+
+
+def test_a_vae_has_the_band_of_a_job_whose_convolutions_do_not_count() -> None:
+    plan = plan_of(caching=True, validation_resolution=512)
+    found = phases_of(plan)
+    wide = {name: e.peak_high / e.peak for name, e in found.items()}
+    assert wide["vae caching"] == pytest.approx(wide["text caching"])
+    assert wide["validation decode"] == pytest.approx(wide["vae caching"])
+    assert wide["validation"] > wide["validation decode"]
+
+
+def test_why_a_phase_does_not_fit_is_said() -> None:
+    why = "the allocator's fragmentation does not leave room"
+    phase = Phase("vae caching", "4 samples", Estimate(Schedule(), True, None, peak=GIB, fits=False, notes=(why,)))
+    assert phase.text.endswith(f"; {why}")
+    assert phase.to_json()["notes"] == [why]
