@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from advisor import collecting
 from advisor.phases import Phase, asked_phases
 from decision_rules.ladder import Choice, Objective, choose
 from decision_rules.optimum import optimum
@@ -300,7 +301,8 @@ class Session:
         """
 
         def plan_for(sized: Workload) -> Plan:
-            return self._plan(sized, device, executor, objective, headroom, host_ram, schedules, advising)
+            with collecting.paused():
+                return self._plan(sized, device, executor, objective, headroom, host_ram, schedules, advising)
 
         if len(workload.buckets) < 2:
             return plan_for(workload)

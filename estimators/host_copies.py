@@ -16,7 +16,7 @@ from estimators.placement import Placement
 from probes.tape import NEVER, Flags, Ints, Tape
 
 
-@dataclass
+@dataclass(slots=True)
 class HostCopy:
     """One storage on the host. All positions are new positions."""
 
@@ -40,7 +40,7 @@ class HostCopy:
         return max(self.size, self.restored)
 
 
-@dataclass
+@dataclass(slots=True)
 class Fetch:
     """One copy back."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from advisor import collecting
 from advisor.api import Session, profile_for
 from estimators import memory, simulations
 from estimators.devices import find_gpu
@@ -223,3 +225,32 @@ def test_a_simulation_s_result_that_is_below_the_replayed_peak_is_no_damage(prof
     again = estimator(profile, known).estimate(Schedule())
     assert again.notes == first.notes
     assert again.reserved == first.peak - 1
+
+
+def test_the_search_for_cycles_rests_while_an_answer_is_made_and_goes_on_after_it(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    original = Estimator.estimate
+
+    def estimate(self: Estimator, *args: Any, **options: Any) -> Any:
+        seen.append(gc.isenabled())
+        if len(seen) == 3:
+            raise RuntimeError("stopped")
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(Estimator, "estimate", estimate)
+    assert gc.isenabled()
+    Session().plan(WORKLOAD, CARD, schedules=SCHEDULES[:2])
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="stopped"):
+        Session().plan(WORKLOAD, CARD)
+    assert seen == [False] * 3
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collecting.paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
