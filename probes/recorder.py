@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from probes.remembered import Remembered
 from probes.tape import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, GEMM, MEMORY, NEVER, REDUCTION, Call, Ints, Tape
 
 _NO_KERNEL = {
@@ -163,6 +164,9 @@ class Recorder(TorchDispatchMode):
         self._ids: dict[int, int] = {}
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._ops: dict[Any, _Op] = {}
+        self._remembered = (
+            None if keep_values else Remembered()
+        )  # with values a mode below may act on more than layouts
         self._paused = False
         self.size: list[int] = []
         self.birth: list[int] = []
@@ -261,7 +265,7 @@ class Recorder(TorchDispatchMode):
                         found.add(sid)
         if func is torch.ops.aten.add.Tensor and not kwargs and _accumulates_in_place(args, self._unshared):
             func = torch.ops.aten.add_.Tensor
-        outputs = func(*args, **kwargs)
+        outputs = func(*args, **kwargs) if self._remembered is None else self._remembered(func, args, kwargs)
         self.now += 1
         for t in _tensors((outputs,)):
             storage = t.untyped_storage()
