@@ -197,20 +197,26 @@ def target_of(workload: Workload, device: Device) -> Target:
     return Target("cpu") if device.kind is DeviceKind.CPU else Target("cuda", capability, workload.attention)
 
 
+def _traced_name(workload: Workload, forward_only: bool) -> str:
+    size = f"{workload.seconds} s" if workload.family.kind == "audio" else workload.resolution
+    step = "validation" if forward_only else workload.adapter
+    return f"{workload.model} {workload.variant} {size}, {workload.precision}, {step}"
+
+
 def profile_for(
     workload: Workload,
     device: Device,
     warn: Callable[[str], None],
     *,
     refresh: bool = False,
-    progress: Callable[[], Any] = contextlib.nullcontext,
+    progress: Callable[[str], Any] = contextlib.nullcontext,
     forward_only: bool = False,
 ) -> Profile:
     """The workload's profile for a kind of device: measured, where `advise probe` has stored one made on a card of that name;
     else traced, from the cache or now.
 
     Args:
-        progress: makes a context manager that is entered only when something slow has to be done.
+        progress: makes of the name of what is traced a context manager that is entered only when that has to be done.
         forward_only: of one forward pass without gradients.
 
     Raises:
@@ -219,7 +225,8 @@ def profile_for(
     target = target_of(workload, device)
 
     def build() -> Profile:
-        with progress(), contextlib.redirect_stdout(sys.stderr):  # a model of the user's own may print
+        with progress(_traced_name(workload, forward_only)), contextlib.redirect_stdout(sys.stderr):
+            # a model of the user's own may print
             from probes.traced import trace
 
             return trace(workload, target, forward_only=forward_only)
@@ -237,7 +244,7 @@ class Session:
     """Answers many requests; keeps profiles and simulations between them."""
 
     refresh: bool = False
-    progress: Callable[[], Any] = contextlib.nullcontext
+    progress: Callable[[str], Any] = contextlib.nullcontext
 
     def __post_init__(self) -> None:
         self._profiles: dict[tuple[Any, ...], tuple[Profile, tuple[str, ...]]] = {}
@@ -460,7 +467,8 @@ class Session:
         if key not in self._companions:
 
             def build() -> Profile:
-                with self.progress(), contextlib.redirect_stdout(sys.stderr):
+                what = f"{run.companion.name}, which {'decodes' if run.decode else 'encodes'} {run.batch}"
+                with self.progress(what), contextlib.redirect_stdout(sys.stderr):
                     from probes.companion_traces import trace
 
                     return trace(run, target, workload)

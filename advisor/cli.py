@@ -204,13 +204,10 @@ def _telling() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _session(workload: Workload, *, refresh: bool = False) -> Session:
+def _session(*, refresh: bool = False) -> Session:
     from advisor.api import Session
 
-    size = f"{workload.seconds} s" if workload.family.kind == "audio" else workload.resolution
-    size = f"one of {len(workload.buckets)} buckets" if len(workload.buckets) > 1 else size
-    text = f"tracing {workload.model} {workload.variant} {size} (once; the profile is kept)"
-    return Session(refresh=refresh, progress=lambda: _busy(text))
+    return Session(refresh=refresh, progress=lambda what: _busy(f"tracing {what} (once; the profile is kept)"))
 
 
 def _version(value: bool) -> None:
@@ -337,11 +334,10 @@ def _answer(params: Mapping[str, Any]) -> int:
         raise WorkloadError(
             f"--{next(iter(files))} needs a card to plan for and this machine has no GPU; give --gpu or --vram"
         )
-    session = _session(workload)
+    session = _session()
 
     def plan_for(card: Device, job: Workload = workload) -> Plan:
-        own = session if job.traced() == workload.traced() else _session(job)
-        return asked.plan(own, job, card, advising=job is workload)
+        return asked.plan(session, job, card, advising=job is workload)
 
     ignored = options.without_effect(request, workload)
     if device is None:
@@ -516,8 +512,8 @@ def _batch(lines: Any) -> int:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
-    def tracing() -> Any:
-        return _busy("tracing") if sys.stderr.isatty() else contextlib.nullcontext()
+    def tracing(what: str) -> Any:
+        return _busy(f"tracing {what}") if sys.stderr.isatty() else contextlib.nullcontext()
 
     return DONE if batches.run(lines, write, session=Session(progress=tracing), detect=detect_gpu) else 1
 
@@ -799,7 +795,7 @@ def import_config(
     card = asked.device
     if card is None:
         raise WorkloadError("advise import needs a card to plan for and this machine has no GPU; give --gpu or --vram")
-    session = _session(workload)
+    session = _session()
     answer = asked.plan(session, workload, card)
     if all(e.schedule != read.schedule for e in answer.schedules):
         others = job_candidates(Executor.SIMPLETUNER, workload, answer.structure)

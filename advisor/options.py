@@ -626,8 +626,6 @@ def request(params: Mapping[str, Any]) -> dict[str, Any]:
                 f"--lora-targets {text!r} has an empty name; write names with commas between, such as to_q,to_k"
             )
         given["lora_targets"] = targets
-    if (text := given.get("keep_resident")) is not None:
-        given["keep_resident"] = [part.strip() for part in text.split(",")]
     return {k: number(v) if k in NUMBERS else v for k, v in given.items()}
 
 

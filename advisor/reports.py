@@ -247,8 +247,6 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True, near: Nearest 
                 "No JSON for SimpleTuner: it cannot express a decision for every block. --plan FILE keeps it for apply()."
             )
         else:
-            console.print("SimpleTuner's JSON:")
-            console.print(json.dumps(plan.export, indent=2), soft_wrap=True)
             if (refusal := _refused_by_trainer(plan)) is not None:
                 console.print(f"SimpleTuner would not run these keys: {refusal}. --executor simpletuner plans for it.")
             elif plan.executor is Executor.BUNDLED and plan.workload.swapped_blocks:
@@ -256,6 +254,11 @@ def draw_plan(plan: Plan, console: Console, *, head: bool = True, near: Nearest 
                     "SimpleTuner's block swap keeps blocks on the card in backward and needs more memory than this plan; "
                     "--executor simpletuner plans for it."
                 )
+            elsewhere = plan.executor is not Executor.SIMPLETUNER
+            console.print(
+                f"SimpleTuner's JSON{f' (the figures are for {plan.executor}; --executor simpletuner plans for that trainer)' if elsewhere else ''}:"
+            )
+            console.print(json.dumps(plan.export, indent=2), soft_wrap=True)
     _draw_phases(plan, console)
     console.print()
     _print_table(schedule_table(plan), console)
@@ -900,6 +903,7 @@ def draw_imported(read: Imported, own: Estimate, answer: Plan, console: Console)
     lines = [f"{own.schedule.name}: {own.reason}"] if own.reason else []
     lines += list(answer.choice.reasons)
     console.print(_bullets(lines))
+    _draw_phases(answer, console)
     if best is not None:
         changed = read.changes(answer.export or {})
         console.print("Keys to change:" if changed else "Its checkpointing keys are the recommended ones already.")

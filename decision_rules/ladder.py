@@ -155,7 +155,8 @@ def _ladder(usable: Sequence[Estimate], capacity: int) -> Choice:
                 )
                 chosen = best
             else:
-                reasons.append(f"{knob}: none that fits is noticeably faster than {chosen.schedule.name}")
+                safely = " safely" if tight else ""
+                reasons.append(f"{knob}: none that fits{safely} is noticeably faster than {chosen.schedule.name}")
     fastest = min(fitting, key=_key)
     faster = fastest if _gain(chosen, fastest) > NOTICEABLE else None
     if faster is not None and not any(reason.startswith(f"{faster.schedule.name}:") for reason in reasons):
@@ -195,7 +196,7 @@ def _why_nothing_fits(usable: Sequence[Estimate], capacity: int, smaller_weights
     else:
         why = best.notes[-1] if best.notes else "the allocator cannot place it"
         lines = [
-            f"nothing fits: the smallest schedule, {best.schedule.name}, needs {_gib(best.peak)} of {_gib(capacity)}, but {why}"
+            f"nothing fits: the smallest schedule, {best.schedule.name}, needs {_gib(best.peak)} of {_gib(capacity)}: {why}"
         ]
     part, size = largest
     knob = smaller_weights if part == "weights" else _KNOBS[part]

@@ -583,7 +583,9 @@ def _validation(get: Callable[..., Any], family: catalogue.Family, frames: int) 
 def _beside(get: Callable[..., Any]) -> dict[str, Any]:
     """Fields of a workload: VAE and text encoders, and the caching phase."""
     kept = get("keep_resident", ())
-    if isinstance(kept, str) or not isinstance(kept, Sequence):
+    if isinstance(kept, str):
+        kept = [part.strip() for part in kept.split(",")]
+    if not isinstance(kept, Sequence):
         raise WorkloadError(f"--keep-resident must be a list of {' and '.join(beside.KINDS)}, not {kept!r}")
     found: dict[str, Any] = {
         "keep_resident": tuple(dict.fromkeys(_choice("keep-resident", kind, beside.KINDS) for kind in kept)),

@@ -101,7 +101,8 @@ def test_phases_of_a_request_are_answered_and_their_keys_have_types(ask: Ask) ->
     status, answers = ask(
         {**GOOD, "caching": True, "caching_batch": 2, "keep_resident": ["vae"], "vae_precision": "fp32"},
         {**GOOD, "caching": "yes"},
-        {**GOOD, "keep_resident": "vae"},
+        {**GOOD, "keep_resident": 3},
+        {**GOOD, "keep_resident": "vae, text-encoder"},
     )
     assert status == 1
     assert [p["name"] for p in answers[0]["phases"]] == ["vae caching", "text caching"]
@@ -109,6 +110,7 @@ def test_phases_of_a_request_are_answered_and_their_keys_have_types(ask: Ask) ->
     assert [(k["name"], k["gib"]) for k in answers[0]["kept"]] == [("kl-16", 0.3123)]
     assert "'caching' must be true or false" in answers[1]["error"]
     assert "--keep-resident must be a list" in answers[2]["error"]
+    assert answers[3]["workload"]["keep_resident"] == ["vae", "text-encoder"]
 
 
 REFUSED = [

@@ -266,7 +266,7 @@ def test_when_nothing_fits_because_of_activations_a_smaller_job_is_named(largest
 def test_when_the_peak_would_fit_the_reason_why_it_does_not_is_given() -> None:
     choice = ladder(estimate(NONE, 23, fits=False, notes=("first", "needs 9.0 GiB of host memory, 8.0 GiB given")))
     assert choice.chosen is None
-    assert choice.reasons[0].endswith("needs 23.0 GiB of 24.0 GiB, but needs 9.0 GiB of host memory, 8.0 GiB given")
+    assert choice.reasons[0].endswith("needs 23.0 GiB of 24.0 GiB: needs 9.0 GiB of host memory, 8.0 GiB given")
 
 
 def test_without_any_supported_schedule_that_is_the_reason() -> None:

@@ -213,7 +213,7 @@ def test_a_stored_phase_is_read_without_torch_and_equal() -> None:
     ("model", "more", "message"),
     [
         ("flux", {"keep_resident": ["unet"]}, "--keep-resident 'unet' is not valid"),
-        ("flux", {"keep_resident": "vae"}, "--keep-resident must be a list"),
+        ("flux", {"keep_resident": 3}, "--keep-resident must be a list"),
         ("ace_step", {"keep_resident": ["vae"]}, "--keep-resident vae: not known for ace_step .*--resident-gib"),
         (
             "flux2",
