@@ -99,7 +99,7 @@ def _algorithm(value: Any, given: Mapping[str, Any]) -> str:
     found = ALGORITHMS.get(value.lower()) if isinstance(value, str) else None
     if found is None:
         raise WorkloadError(
-            f"algo {value!r} cannot be planned for; {', '.join(ALGORITHMS)} can, or name another with --adapter"
+            f"algo {str(value)[:60]!r} cannot be planned for; {', '.join(ALGORITHMS)} can, or name another with --adapter"
         )
     return found
 
@@ -127,7 +127,7 @@ def _number(values: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _whole(values: Mapping[str, Any], key: str) -> int:
-    value = _number(values, key, 0)
+    value = _number(values, key, 0.0)
     if not value.is_integer():
         raise WorkloadError(f"{key} must be a whole number, not {values[key]!r}")
     return int(value)
@@ -219,7 +219,7 @@ def _targets(content: Mapping[str, Any], adapter: str, asked: dict[str, Any], no
     for name in _plain("name_algo_map", list(by_name), notes):
         names.append(name)
         entries[name] = by_name[name]
-    for name, entry in entries.items():
+    for name, entry in entries.items() if adapter in ALGORITHMS.values() else ():
         algorithm = entry.get("algo", adapter)
         if ALGORITHMS.get(str(algorithm).lower()) != adapter:
             notes.append(f"{name} gets {algorithm}, which is not planned for beside {adapter}: planned as {adapter}")
@@ -232,7 +232,7 @@ def _targets(content: Mapping[str, Any], adapter: str, asked: dict[str, Any], no
         return
     asked["lora_targets"] = list(dict.fromkeys((*classes, *names)))
     if adapter == "lokr":
-        factor = _whole(content, "factor") if "factor" in content else -1
-        own = {n: _whole(e, "factor") if "factor" in e else factor for n, e in entries.items()}
+        factor = _whole(content, "factor") if content.get("factor") is not None else -1
+        own = {n: _whole(e, "factor") if e.get("factor") is not None else factor for n, e in entries.items()}
         differ = any(n != factor for n in own.values())
         asked["lokr_factor"] = ",".join([str(factor), *(f"{n}={f}" for n, f in own.items())]) if differ else factor

@@ -227,7 +227,7 @@ class _Asked:
     def _profile(self, run: Run, workload: Workload) -> Profile:
         """As a job of its own: nothing is swapped, compiled or trained."""
         profile, warnings = self.session.companion(run, workload, self.device)
-        self.notes += warnings
+        self.notes += [*warnings, *profile.notes]
         plain = dataclasses.replace(
             workload, weights_offload="none", compile="none", precision="bf16", adapter="lora", ema=False, accumulate=1
         )

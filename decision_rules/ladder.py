@@ -206,4 +206,9 @@ def _why_nothing_fits(usable: Sequence[Estimate], capacity: int, smaller_weights
         )
     else:
         lines.append(f"the largest part of its peak is {part} ({_gib(size)}); {knob} lowers it")
+    kept = best.breakdown.get("kept", 0)
+    if part != "kept" and 0 < over <= kept:
+        lines.append(
+            f"{_gib(kept)} of it is kept beside the model (--keep-resident, --resident-gib); without that it would be {_gib(best.peak - kept)}"
+        )
     return tuple(lines)

@@ -52,10 +52,13 @@ class Simulations:
                 raise ValueError("the checksum differs")
             if header["made_of"] == found.made_of:
                 content = json.loads(body)
-                found.reserved, found.steps = content["reserved"], content["steps"]
-        except FileNotFoundError:
+                reserved, steps = content["reserved"], content["steps"]
+                if not isinstance(steps, dict) or not all(_is_reserved(v) for v in reserved.values()):
+                    raise ValueError("not the results of simulations")
+                found.reserved, found.steps = reserved, steps
+        except (FileNotFoundError, NotADirectoryError):
             pass
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             found.trouble = f"the stored file {path} is not readable; it is made anew"
         found._saved = found._counts
         return found
@@ -76,3 +79,10 @@ class Simulations:
         head = json.dumps({"made_of": self.made_of, "checksum": hashlib.sha256(body).hexdigest()}).encode()
         store.write_quietly(self.name, head + b"\n" + body)
         self._saved, self.trouble = self._counts, None
+
+
+def _is_reserved(value: Any) -> bool:
+    """Bytes, or with a cap [bytes, whether memory ran out]."""
+    if isinstance(value, list):
+        return len(value) == 2 and type(value[1]) is bool and _is_reserved(value[0])
+    return type(value) is int and value > 0

@@ -153,10 +153,15 @@ def _trace(run: Run, target: Target, workload: Workload, way: traced.Way) -> Pro
     with fake or contextlib.nullcontext(), torch.no_grad():
         with torch.device("meta") if way.on_meta and not way.known_values else contextlib.nullcontext():
             inputs, go = call(model, run, latents)
+        tiles = _tiles(model)
         with known or contextlib.nullcontext(), recorder, functions:
             result = go()
         end = recorder.now
         del result
+    notes: tuple[str, ...] = ()
+    if run.tiling and not tiles:
+        what = f"{'decode' if run.decode else 'encode'} {run.width}x{run.height}"
+        notes = (f"VAE {run.companion.name}: tiling changes nothing, {what} takes one tile",)
     sizes = Counter(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
     return Profile(
         workload=workload,
@@ -169,4 +174,22 @@ def _trace(run: Run, target: Target, workload: Workload, way: traced.Way) -> Pro
         trained_shapes=(),
         input_bytes=tuple(t.untyped_storage().nbytes() for t in inputs),
         parameters=sum(p.numel() for p in model.parameters()),
+        notes=notes,
     )
+
+
+def _tiles(model: nn.Module) -> list[str]:
+    """Gets an entry for every call of the class's way to work tile by tile."""
+    found: list[str] = []
+
+    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found.append(name)
+            return method(*args, **kwargs)
+
+        return run
+
+    for name in ("tiled_encode", "tiled_decode", "_tiled_encode", "_tiled_decode"):
+        if hasattr(model, name):
+            setattr(model, name, noted(name, getattr(model, name)))
+    return found

@@ -31,7 +31,7 @@ from probes.structure import Block, Chain, Structure
 from probes.tape import NEVER, REDUCTION, Call, Tape
 from probes.workload import Workload
 
-FORMAT = 10
+FORMAT = 11
 """Raise when the meaning of a stored profile changes."""
 
 _ARRAYS = [
@@ -159,11 +159,12 @@ def atomic_write(path: Path, content: bytes) -> None:
         raise
 
 
-def to_bytes(profile: Profile) -> bytes:
-    """The stored form of a profile."""
+def to_bytes(profile: Profile, name: str = "") -> bytes:
+    """The stored form of a profile. `name`: what it is stored as."""
     t = profile.tape
     meta = {
         "format": FORMAT,
+        "name": name,
         "workload": dataclasses.asdict(profile.workload),
         "source": profile.source,
         "target": profile.target,
@@ -193,11 +194,14 @@ def _call_values(call: Call) -> list[Any]:
     return [getattr(call, field.name) for field in dataclasses.fields(call)]
 
 
-def from_bytes(content: bytes) -> Profile:
+def from_bytes(content: bytes, name: str = "") -> Profile:
     """Reads a stored profile. Data only: object arrays are refused.
 
+    Args:
+        name: what it was stored as.
+
     Raises:
-        ValueError: not a profile of this format.
+        ValueError: not a profile of this format, or stored as another.
     """
     try:
         try:
@@ -208,6 +212,8 @@ def from_bytes(content: bytes) -> Profile:
             raise ValueError("not a profile, or a damaged one") from None
         if meta["format"] != FORMAT:
             raise ValueError(f"profile format {meta['format']}, this version reads {FORMAT}")
+        if meta["name"] != name:
+            raise ValueError(f"it is that of {str(meta['name'])[:100] or 'no name'}")
         workload = dict(meta["workload"])
         for name in ("lora_targets", "buckets", "keep_resident"):
             workload[name] = tuple(workload[name])
@@ -360,13 +366,13 @@ def get_named(
     path = cache_folder() / f"{name}.npz"
     if not refresh and path.exists():
         try:
-            stored = from_bytes(read_file(path))
+            stored = from_bytes(read_file(path), name)
             return dataclasses.replace(stored, workload=workload)
         except (ValueError, OSError) as error:
             warn(f"the stored profile {path} is not readable ({error}); it is rebuilt")
     profile = build()
     try:
-        atomic_write(path, to_bytes(profile))
+        atomic_write(path, to_bytes(profile, name))
     except OSError as error:
         warn(
             f"the profile could not be stored in {path.parent} ({error.strerror}); the next answer will take as long as this one"
@@ -376,9 +382,9 @@ def get_named(
 
 def stored(workload: Workload, target: str, source: str) -> Profile | None:
     """The stored profile, None when there is none or it is unreadable."""
-    path = cache_folder() / f"{key(workload, target, source)}.npz"
+    name = key(workload, target, source)
     try:
-        return dataclasses.replace(from_bytes(read_file(path)), workload=workload)
+        return dataclasses.replace(from_bytes(read_file(cache_folder() / f"{name}.npz"), name), workload=workload)
     except (OSError, ValueError):
         return None
 
@@ -392,7 +398,7 @@ def read_small(name: str, warn: Callable[[str], None] = lambda _: None) -> dict[
     path = cache_folder() / name
     try:
         found = json.loads(read_file(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError):
         found = None

@@ -357,7 +357,10 @@ def _lokr_factor(value: Any) -> int | str:
     """-1: as even a split as possible. Text: a number, numbers for module classes or names, or both; as `Workload.lokr_factor` writes it."""
 
     def one(value: Any) -> int:
-        return -1 if value == -1 else _whole("lokr-factor", value, MAX_RANK)
+        try:
+            return -1 if value == -1 else _whole("lokr-factor", value, MAX_RANK)
+        except WorkloadError as error:
+            raise WorkloadError(f"{error}; -1 and text such as 16,FeedForward=8 are also taken") from None
 
     if not isinstance(value, str):
         return one(value)

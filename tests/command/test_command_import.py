@@ -366,6 +366,7 @@ def test_it_is_looked_for_beside_the_configuration_and_then_in_the_current_folde
     [
         ({"linear_dim": None}, {"rank": 4}),
         ({"linear_alpha": 0}, {"alpha": 10000.0}),
+        ({"factor": None}, {"lokr_factor": "-1,Attention=16,FeedForward=8"}),
         ({"factor": "8"}, {"lokr_factor": "8,Attention=16,FeedForward=8"}),
         (
             {"factor": 4, "apply_preset": {"target_module": ["FeedForward"]}},
@@ -487,6 +488,12 @@ def test_what_lycoris_would_not_take_is_refused_with_its_key(tmp_path: Path, con
 def test_another_adapter_may_be_given_in_place_of_one_that_cannot_be_planned_for(tmp_path: Path) -> None:
     read = lycoris(tmp_path, {**LYCORIS, "algo": "boft"}, {"adapter": "lokr"})
     assert importing.workload(read).adapter == "lokr"
+
+
+def test_its_algorithms_say_nothing_beside_a_full_fine_tune(tmp_path: Path) -> None:
+    read = lycoris(tmp_path, LYCORIS, {"adapter": "full"})
+    assert importing.workload(read).adapter == "full"
+    assert not any("not planned for beside" in note for note in read.notes)
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,14 @@ def test_when_nothing_fits_because_of_activations_a_smaller_job_is_named(largest
     assert "cannot lower" not in choice.reasons[1]
 
 
+def test_when_what_is_kept_is_all_that_is_too_much_it_is_named() -> None:
+    found = estimate(NONE, 30, largest="weights")
+    kept = dataclasses.replace(found, breakdown={**found.breakdown, "kept": 7 * GIB})
+    assert "without that it would be 23.0 GiB" in ladder(kept).reasons[2]
+    less = dataclasses.replace(found, breakdown={**found.breakdown, "kept": 5 * GIB})
+    assert not any("without that" in reason for reason in ladder(less).reasons)
+
+
 def test_when_the_peak_would_fit_the_reason_why_it_does_not_is_given() -> None:
     choice = ladder(estimate(NONE, 23, fits=False, notes=("first", "needs 9.0 GiB of host memory, 8.0 GiB given")))
     assert choice.chosen is None

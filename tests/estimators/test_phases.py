@@ -159,6 +159,12 @@ def test_caching_has_a_peak_for_the_vae_and_one_for_the_text_encoders() -> None:
     assert any("cuDNN" in w for w in plan.warnings)
 
 
+def test_tiling_that_takes_one_tile_is_said_to_change_nothing() -> None:
+    one, several = (plan_of(caching=True, vae_tiling=True, resolution=side) for side in (256, 1024))
+    assert any("tiling changes nothing, encode 256x256" in w for w in one.warnings)
+    assert not any("tiling changes nothing" in w for w in several.warnings)
+
+
 def test_a_kept_encoder_is_on_the_card_while_the_other_kind_is_cached_and_counts_once() -> None:
     plain = phases_of(plan_of(caching=True))
     kept = phases_of(plan_of(caching=True, keep_resident=["text-encoder"]))

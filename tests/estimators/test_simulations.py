@@ -201,7 +201,8 @@ def test_per_block_steps_are_not_stored(profile: Profile) -> None:
 def test_a_session_answers_from_what_an_earlier_one_stored(
     profile: Profile, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.atomic_write(folder / f"{store.key(WORKLOAD, profile.target, profile.source)}.npz", store.to_bytes(profile))
+    name = store.key(WORKLOAD, profile.target, profile.source)
+    store.atomic_write(folder / f"{name}.npz", store.to_bytes(profile, name))
     first = Session().plan(WORKLOAD, CARD)
     with monkeypatch.context() as patched:
         patched.setattr(memory, "_Step", refuse)
@@ -254,3 +255,33 @@ def test_the_search_for_cycles_rests_while_an_answer_is_made_and_goes_on_after_i
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("reserved", "steps"),
+    [([], []), ({"a": "1"}, {}), ({"a": 0}, {}), ({"a": [1, 2]}, {}), ({}, []), (None, {})],
+    ids=str,
+)
+def test_results_of_another_form_are_made_anew_and_said(
+    profile: Profile, folder: Path, reserved: Any, steps: Any
+) -> None:
+    known = Simulations.read("a", profile.tape)
+    body = json.dumps({"reserved": reserved, "steps": steps}).encode()
+    head = json.dumps({"made_of": known.made_of, "checksum": hashlib.sha256(body).hexdigest()}).encode()
+    store.write_quietly(known.name, head + b"\n" + body)
+    again = Simulations.read("a", profile.tape)
+    assert (again.reserved, again.steps) == ({}, {})
+    assert "is not readable; it is made anew" in str(again.trouble)
+
+
+def test_a_step_of_another_form_is_simulated_again(profile: Profile, folder: Path) -> None:
+    known = stored(profile, [Schedule()])
+    right = json.dumps(known.steps)
+    known.steps.update(dict.fromkeys(known.steps, "nothing"))
+    assert estimator(profile, known).estimate(Schedule()) == Estimator(profile, CARD, Semantics()).estimate(Schedule())
+    assert json.dumps(known.steps) == right
+
+
+def test_no_cache_folder_is_no_damage(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADVISE_CACHE_DIR", "/dev/null/x")
+    assert Simulations.read("a", profile.tape).trouble is None

@@ -200,6 +200,15 @@ def test_a_damaged_file_is_rebuilt_with_a_warning_and_then_read_again(
     assert len(builder.warnings) == 1
 
 
+def test_the_file_of_another_job_is_rebuilt_with_a_warning(builder: Builder, folder: Path) -> None:
+    builder.get()
+    path = _file(folder)
+    path.write_bytes(store.to_bytes(make_profile(), "flux-dev-0123"))
+    assert same(builder.get(), make_profile())
+    assert builder.built == 2
+    assert "it is that of flux-dev-0123" in builder.warnings[0]
+
+
 def test_every_truncation_is_an_error_of_one_kind() -> None:
     content = store.to_bytes(make_profile())
     for length in range(0, len(content), 97):
