@@ -86,13 +86,16 @@ def test_probe_says_which_options_do_nothing(advise: Advise) -> None:
 
 
 def test_probe_with_refresh_makes_the_profile_again(
-    advise: Advise, cache: Path, monkeypatch: pytest.MonkeyPatch
+    advise: Advise, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from probes import store
 
     path = next(p for p in cache.iterdir() if p.suffix == ".npz")
     made = []
-    monkeypatch.setattr("probes.traced.trace", lambda *_: made.append(1) or store.from_bytes(path.read_bytes()))
+    monkeypatch.setattr(
+        "probes.traced.trace", lambda *_: made.append(1) or store.from_bytes(path.read_bytes(), path.stem)
+    )
+    monkeypatch.setenv("ADVISE_CACHE_DIR", str(tmp_path))  # what is stored is not what the other tests' cache says
     assert advise("probe", *SMALL, "--refresh").status == 0
     assert advise("probe", *SMALL).status == 0
     assert made == [1]
@@ -107,7 +110,9 @@ def test_probe_measures_where_there_is_a_gpu(
 
     path = next(p for p in cache.iterdir() if p.suffix == ".npz")
     profile = dataclasses.replace(
-        store.from_bytes(path.read_bytes()), source="measured", measured={"ABlock": {"forward_seconds": 0.25}}
+        store.from_bytes(path.read_bytes(), path.stem),
+        source="measured",
+        measured={"ABlock": {"forward_seconds": 0.25}},
     )
     fake = types.ModuleType("probes.measured")
     fake.measure = lambda workload, device: profile  # type: ignore[attr-defined]
