@@ -33,6 +33,14 @@ _MEMORY = (
     "fsdp_activation_checkpointing", "tread_config", "layersync_enabled", "crepa_enabled", "distillation_method",
 )  # fmt: skip
 """Keys that change memory or time and are not read; said in a note where they are on."""
+_PHASES = (
+    "vae_batch_size",
+    "vae_enable_tiling",
+    "vae_enable_slicing",
+    "validation_resolution",
+    "validation_torch_compile",
+)
+"""Keys of what happens beside the training step."""
 
 
 _BUCKETS = (
@@ -204,6 +212,11 @@ def _imported(path: Path, content: Mapping[str, Any], values: Mapping[str, Any],
                 "use_ema is on: its average is taken to wait on the host, where ema_device accelerator is not set"
             )
     notes += [f"{k} is on and is not taken into account" for k in _MEMORY if not _is_off(values.get(k))]
+    if beside := [k for k in _PHASES if not _is_off(values.get(k))]:
+        notes.append(
+            f"{', '.join(beside)}: caching and validation are planned for with --caching, --caching-batch, --vae-tiling, --vae-slicing "
+            "and --validation-resolution"
+        )
     if not _is_off(values.get("enable_group_offload")):
         notes.append(f"enable_group_offload is on and is not planned for: {GROUP_OFFLOAD}")
     controls = {k: _number(values[k]) for k in CONTROLS if values.get(k) not in (None, "", "None")}

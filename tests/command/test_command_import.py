@@ -215,6 +215,13 @@ def test_what_changes_memory_and_is_not_read_is_noted(tmp_path: Path) -> None:
     assert importing.read(write(tmp_path, {**CONFIG, **usual})).notes == importing.read(write(tmp_path, CONFIG)).notes
 
 
+def test_keys_of_caching_and_validation_name_the_options_for_them(tmp_path: Path) -> None:
+    read = importing.read(write(tmp_path, {**CONFIG, "--vae_batch_size": 4, "--validation_resolution": "1024x1024"}))
+    (note,) = (n for n in read.notes if "--caching-batch" in n)
+    assert note.startswith("vae_batch_size, validation_resolution: ")
+    assert not any("--caching" in n for n in importing.read(write(tmp_path, CONFIG)).notes)
+
+
 def test_an_average_on_the_card_is_counted(tmp_path: Path) -> None:
     read = importing.read(write(tmp_path, {**CONFIG, "--use_ema": True, "--ema_device": "accelerator"}))
     assert read.request["ema"] is True
