@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from advisor import collecting
 from advisor.phases import Phase, asked_phases
 from decision_rules.ladder import Choice, Objective, choose
 from decision_rules.optimum import optimum
@@ -32,7 +31,7 @@ from estimators.estimate import GIB, Estimate, Estimator
 from estimators.memory import Replay
 from estimators.schedule import Schedule
 from estimators.simulations import Simulations
-from probes import outside, store
+from probes import collecting, outside, store
 from probes.companions import Run
 from probes.profile import FORWARD, Profile
 from probes.structure import Structure

@@ -38,7 +38,6 @@ _PHASES = (
     "vae_enable_tiling",
     "vae_enable_slicing",
     "validation_resolution",
-    "validation_torch_compile",
 )
 """Keys of what happens beside the training step."""
 

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from probes import build, quantized, stand_ins, thinning, traced
+from probes import build, collecting, quantized, stand_ins, thinning, traced
 from probes.discover import discover
 from probes.profile import Profile
 from probes.recorder import Recorder
@@ -106,7 +106,7 @@ class CpuMeter(DeviceMeter):
 
     def usage(self, run: Callable[[], object]) -> Usage:
         with (
-            _no_garbage_collection(),
+            collecting.paused(),
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
         ):
             run()
@@ -134,18 +134,6 @@ class CpuMeter(DeviceMeter):
 
     def link_rates(self) -> dict[str, float]:
         return {}
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keeps older garbage from being freed, and counted, meanwhile."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class CudaMeter(DeviceMeter):

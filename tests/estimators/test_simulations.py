@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from advisor import collecting
 from advisor.api import Session, profile_for
 from estimators import memory, simulations
 from estimators.devices import find_gpu
@@ -21,7 +20,7 @@ from estimators.memory import Replay
 from estimators.schedule import Action, Backend, Schedule
 from estimators.simulations import Simulations
 from estimators.swapping import Swap, Swapping, managed_blocks
-from probes import store
+from probes import collecting, store
 from probes.profile import Profile
 from probes.workload import Workload, from_request
 
